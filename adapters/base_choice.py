@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping
 
-from adapters.checkpoint import Checkpoint
+from adapters.checkpoint import AdapterCheckpoint
 from adapters.manifest import AdapterError, BaseShape
 
 TRAINED_ON = "base_model_name_or_path"
 
 
 def choose_base(
-    checkpoint: Checkpoint, trained_on: object, bases: Mapping[str, BaseShape], closed: Collection[str] = ()
+    checkpoint: AdapterCheckpoint, trained_on: object, bases: Mapping[str, BaseShape], closed: Collection[str] = ()
 ) -> str:
     """Return the name of the adapter's base model: the one that `adapter_config.json` names, else the only candidate,
     else the only one whose shapes fit.

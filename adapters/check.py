@@ -20,7 +20,7 @@ from typing import Any
 from adapters.archives.members import ArchiveError, ArchiveTooLarge
 from adapters.archives.unpack import unpack
 from adapters.base_choice import TRAINED_ON, choose_base
-from adapters.checkpoint import CONFIG_NAME, Checkpoint
+from adapters.checkpoint import CONFIG_NAME, AdapterCheckpoint
 from adapters.manifest import AdapterError, BaseShape
 from adapters.store import prepare
 
@@ -108,7 +108,7 @@ def _refusal(code: str, field: str, message: str) -> dict[str, Any]:
     return {"refused": code, "field": field, "message": message}
 
 
-def _check(job: dict[str, Any]) -> tuple[Checkpoint, str]:
+def _check(job: dict[str, Any]) -> tuple[AdapterCheckpoint, str]:
     """Return the adapter and the name of its base model."""
     folder, archive = Path(job["folder"]), Path(job["folder"]) / ARCHIVE
     if archive.exists():

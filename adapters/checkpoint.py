@@ -78,7 +78,7 @@ class LoraModuleInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class AdapterCheckpoint:
     """A checked adapter. rank: the largest of its modules. num_bytes: size of its tensors in the file.
 
     modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head have layer OUTSIDE. base_copies:
@@ -143,7 +143,7 @@ class Checkpoint:
         return self.folder / WEIGHTS_NAME
 
 
-def open_checkpoint(folder: str | Path, verified: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: str | Path, verified: str | None = None) -> AdapterCheckpoint:
     """Read and check an adapter folder completely. Raises AdapterError, OSError.
 
     verified: the digest, if these files were read before and have not changed since; only the headers are read then.
@@ -156,7 +156,7 @@ def open_checkpoint(folder: str | Path, verified: str | None = None) -> Checkpoi
             digest = _digest(file, modules, copies, manifest.invocation)
     else:
         digest = verified
-    return Checkpoint(
+    return AdapterCheckpoint(
         folder=folder,
         manifest=manifest,
         modules=modules,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from adapters.canonical import write_canonical
-from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, check_files, open_checkpoint
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, AdapterCheckpoint, check_files, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.parts import DirectoryParts, Parts
 from adapters.spool import PREFIX, Spool, clean, remove_moved
@@ -67,7 +67,7 @@ class AdapterStore(Protocol):
     def close(self) -> None: ...
 
 
-def prepare(source: Path, target: Path) -> Checkpoint:
+def prepare(source: Path, target: Path) -> AdapterCheckpoint:
     """Write the canonical form of `source` into the folder `target` and check the written files.
 
     The caller checks the result against a base model. Raises AdapterError, OSError.
@@ -83,7 +83,7 @@ def prepare(source: Path, target: Path) -> Checkpoint:
     return checkpoint
 
 
-def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
+def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> AdapterCheckpoint:
     """Store an adapter folder in its canonical form. Raises AdapterError, OSError."""
     with store.spool() as spool:
         target = spool.folder / "adapter"
@@ -113,7 +113,7 @@ class DirectoryStore:
         self.root.mkdir(parents=True, exist_ok=True)
         self.parts: Parts = DirectoryParts(self.root)
 
-    def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
+    def put(self, folder: str | Path, base: BaseShape) -> AdapterCheckpoint:
         """Store an adapter folder and return it as stored. Raises AdapterError, OSError."""
         checkpoint = put(self, folder, base)
         return replace(checkpoint, folder=self.folder(checkpoint.digest))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from adapters.checkpoint import Checkpoint, files_version, open_checkpoint
+from adapters.checkpoint import AdapterCheckpoint, files_version, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.store import AdapterStore
 from wire.bounded_dict import BoundedDict
@@ -23,10 +23,10 @@ class VerifiedFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions = BoundedDict[str, tuple[Path, object]](MAX_VERIFIED)
-        self._headers = BoundedDict[str, Checkpoint](MAX_HEADERS)
+        self._headers = BoundedDict[str, AdapterCheckpoint](MAX_HEADERS)
 
     @contextmanager
-    def use(self, store: AdapterStore, digest: str) -> Iterator[Checkpoint]:
+    def use(self, store: AdapterStore, digest: str) -> Iterator[AdapterCheckpoint]:
         """Open a store's adapter, whose files stay in place during the block.
 
         Raises AdapterNotFound, AdapterError if it is damaged, and OSError if the store cannot be read.
@@ -41,7 +41,7 @@ class VerifiedFiles:
                 raise
             yield checkpoint
 
-    def open(self, folder: Path, digest: str) -> Checkpoint:
+    def open(self, folder: Path, digest: str) -> AdapterCheckpoint:
         """Open the adapter with this digest. Raises AdapterError if the folder holds another, and OSError."""
         # The version is taken before the content is read, so that a change during the read is noticed at the next load.
         version = (folder, files_version(folder)) if folder.is_dir() else None
@@ -55,7 +55,7 @@ class VerifiedFiles:
             self._remember(checkpoint, version)
         return checkpoint
 
-    def name(self, folder: Path) -> Checkpoint:
+    def name(self, folder: Path) -> AdapterCheckpoint:
         """Open an adapter and compute its digest. Raises AdapterError, OSError."""
         try:
             version = folder, files_version(folder)
@@ -66,7 +66,7 @@ class VerifiedFiles:
             self._remember(checkpoint, version)
         return checkpoint
 
-    def _remember(self, checkpoint: Checkpoint, version: tuple[Path, object]) -> None:
+    def _remember(self, checkpoint: AdapterCheckpoint, version: tuple[Path, object]) -> None:
         with self._lock:
             self._headers.put(checkpoint.digest, checkpoint)
             self._versions.put(checkpoint.digest, version)

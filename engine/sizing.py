@@ -42,7 +42,7 @@ from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
 from engine.model.families import make_decoder, parse_model_config
 from engine.model.quantised.methods import read_method
-from engine.model.weights import Checkpoint, open_weights
+from engine.model.weights import ModelWeights, open_weights
 from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throughput
 from engine.sizing_steps import MeasuredSteps
 from engine.step_log import StepWork
@@ -109,7 +109,7 @@ class GpuOps(TorchOps):
         return schemes.serves(scheme)
 
 
-class AbsentCheckpoint(Checkpoint):
+class AbsentWeights(ModelWeights):
     """Double of an unquantised checkpoint whose files are not on this machine: it has every module."""
 
     def has_module(self, module: str) -> bool:
@@ -256,12 +256,12 @@ def describe_decoder(config: EngineConfig, raw: dict[str, Any], model: ModelConf
 
 
 @contextmanager
-def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype, ops: Ops) -> Iterator[Checkpoint]:
+def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype, ops: Ops) -> Iterator[ModelWeights]:
     path = Path(config.model)
     if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         if read_method(raw) is not None:
             raise ConfigError("model", f"{path} has no weights; the size of a quantised model is read from its weights")
-        yield AbsentCheckpoint([], dtype, META, quantization=config.quantization)
+        yield AbsentWeights([], dtype, META, quantization=config.quantization)
         return
     with open_weights(path, dtype, META, quantization=config.quantization, serves=ops.serves) as source:
         yield source

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from adapters.checkpoint import Checkpoint, TensorSpan
+from adapters.checkpoint import AdapterCheckpoint, TensorSpan
 from adapters.manifest import OUTSIDE, AdapterError
 from kernels.dtypes import FILE_DTYPES
 
@@ -61,7 +61,7 @@ class AdapterReader:
         self._base_digests: dict[str, bytes] = {}
         self._base_lock = threading.Lock()
 
-    def read(self, checkpoint: Checkpoint, size: int) -> HostAdapter:
+    def read(self, checkpoint: AdapterCheckpoint, size: int) -> HostAdapter:
         """Return an adapter's tensors. size: their bytes in this dtype. Raises AdapterError, OSError."""
         with checkpoint.weights_path.open("rb") as file:
             for name, span in checkpoint.base_copies.items():

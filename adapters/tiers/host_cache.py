@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from adapters.checkpoint import Checkpoint
+from adapters.checkpoint import AdapterCheckpoint
 from adapters.fair_threads import FairThreads
 from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
@@ -311,7 +311,7 @@ class HostCache:
             self._changed.notify_all()
         return adapter
 
-    def _open(self, digest: str) -> AbstractContextManager[Checkpoint]:
+    def _open(self, digest: str) -> AbstractContextManager[AdapterCheckpoint]:
         with self._changed:
             folder = self._paths.get(digest)
         if folder is not None:
@@ -320,7 +320,7 @@ class HostCache:
             return self._verified.use(self._store, digest)
         raise AdapterNotFound("adapter", f"no adapter with digest {digest}")
 
-    def _check(self, checkpoint: Checkpoint) -> int:
+    def _check(self, checkpoint: AdapterCheckpoint) -> int:
         """Return the adapter's bytes in host memory.
 
         Raises AdapterError if it is for another base model or too large.

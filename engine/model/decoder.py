@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.model import outside_lora
 from engine.model.config import ModelConfig
-from engine.model.weights import Checkpoint
+from engine.model.weights import ModelWeights
 from kernels.batch import Batch
 from kernels.ops import DecoderWeights, FusedForward, KvCache, LoraTables, Ops
 from kernels.reference import HeadNorms, LoraGroup
@@ -120,7 +120,7 @@ class Projections(TypedDict):
     down: LinearWeights
 
 
-def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[LinearWeights, LinearWeights]:
+def load_embedding_and_head(source: ModelWeights, config: ModelConfig, ops: Ops) -> tuple[LinearWeights, LinearWeights]:
     """Return the embedding and the packed head. In a tied model both have the same weights; quantised ones are the same
     object, so they are in memory once.
     """
@@ -140,7 +140,7 @@ def pack(ops: Ops, weights: LinearWeights, name: str) -> LinearWeights:
 
 
 def load_projections(
-    source: Checkpoint, config: ModelConfig, ops: Ops, layer: int, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+    source: ModelWeights, config: ModelConfig, ops: Ops, layer: int, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
 ) -> Projections:
     """Load a layer's projections. Raises ConfigError naming a tensor that is missing or has the wrong shape."""
     c = config

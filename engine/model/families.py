@@ -10,7 +10,7 @@ import torch
 from engine.model import gemma, llama
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
-from engine.model.weights import Checkpoint, open_weights
+from engine.model.weights import ModelWeights, open_weights
 from engine.progress import Progress
 from kernels.ops import Ops
 from wire.errors import ConfigError
@@ -26,7 +26,7 @@ class Family:
     """
 
     parse: Callable[[dict[str, Any], str], ModelConfig]
-    decoder: Callable[[Any, Ops, Checkpoint, int], Decoder]
+    decoder: Callable[[Any, Ops, ModelWeights, int], Decoder]
 
 
 FAMILIES: dict[str, Family] = {
@@ -45,7 +45,7 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     return FAMILIES[architecture].parse(raw, architecture)
 
 
-def make_decoder(config: ModelConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> Decoder:
+def make_decoder(config: ModelConfig, ops: Ops, source: ModelWeights, max_model_len: int) -> Decoder:
     """Return the decoder for a config, with the weights of `source`."""
     return FAMILIES[config.architecture].decoder(config, ops, source, max_model_len)
 
@@ -60,7 +60,7 @@ def load_decoder(
     progress: Progress,
     quantization: str = "none",
 ) -> Decoder:
-    """Load a decoder. path: a folder of safetensors, or a GGUF file. quantization: see `Checkpoint`."""
+    """Load a decoder. path: a folder of safetensors, or a GGUF file. quantization: see `ModelWeights`."""
     with open_weights(path, dtype, device, progress, quantization, ops.serves) as source:
         decoder = make_decoder(config, ops, source, max_model_len)
         source.finish()

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.model.config import ModelConfig, required, shared_fields, windows_by_type
 from engine.model.decoder import Decoder, load_embedding_and_head, load_projections
 from engine.model.rope import RopeConfig, read_rope, rope_table
-from engine.model.weights import Checkpoint
+from engine.model.weights import ModelWeights
 from kernels.ops import DecoderWeights, LayerWeights, Ops
 from wire.errors import ConfigError
 from wire.json_values import as_json
@@ -98,7 +98,7 @@ class GemmaDecoder(Decoder):
 
     can_fuse = True
 
-    def __init__(self, config: GemmaConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
+    def __init__(self, config: GemmaConfig, ops: Ops, source: ModelWeights, max_model_len: int) -> None:
         c = config
         embedding, lm_head = load_embedding_and_head(source, c, ops)
         full, local = (rope_table(rope, c.head_dim, max_model_len).to(source.device) for rope in (c.rope, c.local_rope))
@@ -146,7 +146,7 @@ class GemmaDecoder(Decoder):
         return logits
 
 
-def _load_layer(source: Checkpoint, c: GemmaConfig, ops: Ops, i: int, cos_sin: Tensor) -> LayerWeights:
+def _load_layer(source: ModelWeights, c: GemmaConfig, ops: Ops, i: int, cos_sin: Tensor) -> LayerWeights:
     def norm(name: str, size: int = c.hidden_size) -> Tensor:
         return _norm(source, f"model.layers.{i}.{name}", size)
 
@@ -163,6 +163,6 @@ def _load_layer(source: Checkpoint, c: GemmaConfig, ops: Ops, i: int, cos_sin: T
     )
 
 
-def _norm(source: Checkpoint, name: str, size: int) -> Tensor:
+def _norm(source: ModelWeights, name: str, size: int) -> Tensor:
     """Return a norm's weight in fp32. The checkpoint stores the weight minus 1."""
     return source.get(f"{name}.weight", size).float() + 1

@@ -8,7 +8,7 @@ from torch import Tensor
 from engine.model.config import ModelConfig, shared_fields, windows_by_type
 from engine.model.decoder import Decoder, load_embedding_and_head, load_projections
 from engine.model.rope import read_rope, rope_table
-from engine.model.weights import Checkpoint
+from engine.model.weights import ModelWeights
 from kernels.ops import DecoderWeights, LayerWeights, Ops
 from wire.errors import ConfigError
 from wire.json_values import as_json
@@ -65,7 +65,7 @@ class LlamaDecoder(Decoder):
 
     can_fuse = True
 
-    def __init__(self, config: LlamaConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
+    def __init__(self, config: LlamaConfig, ops: Ops, source: ModelWeights, max_model_len: int) -> None:
         c = config
         embedding, lm_head = load_embedding_and_head(source, c, ops)
         cos_sin = rope_table(c.rope, c.head_dim, max_model_len).to(source.device)
@@ -97,7 +97,7 @@ class LlamaDecoder(Decoder):
         return x
 
 
-def _load_layer(source: Checkpoint, c: LlamaConfig, ops: Ops, i: int, cos_sin: Tensor) -> LayerWeights:
+def _load_layer(source: ModelWeights, c: LlamaConfig, ops: Ops, i: int, cos_sin: Tensor) -> LayerWeights:
     def norm(name: str, size: int) -> Tensor:
         return source.get(f"model.layers.{i}.{name}.weight", size)
 

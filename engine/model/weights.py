@@ -22,7 +22,7 @@ from wire.errors import ConfigError
 ROUND = {"int8": round_to_int8, "int4": round_to_int4}
 
 
-class Checkpoint:
+class ModelWeights:
     """Tensors by name over one or several files. Raises ConfigError naming a tensor that is missing or has the wrong
     shape.
 
@@ -178,9 +178,9 @@ def open_weights(
     progress: Progress | None = None,
     quantization: str = "none",
     serves: Callable[[Scheme], bool] = lambda _: True,
-) -> Iterator[Checkpoint]:
+) -> Iterator[ModelWeights]:
     """Open a folder's safetensors, listed by its index file if there is one, or its only GGUF file; or open a GGUF
-    file. quantization, serves: see `Checkpoint`.
+    file. quantization, serves: see `ModelWeights`.
     """
     with ExitStack() as stack:
         files: list[WeightsFile] = []
@@ -189,7 +189,7 @@ def open_weights(
             stack.callback(file.close)
             files.append(file)
         method = read_method(read_config(path)) if (path / "config.json").is_file() else None
-        yield Checkpoint(files, dtype, device, progress, quantization, method, serves)
+        yield ModelWeights(files, dtype, device, progress, quantization, method, serves)
 
 
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:

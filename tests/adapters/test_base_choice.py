@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from adapters.base_choice import choose_base, named_base
-from adapters.checkpoint import Checkpoint, open_checkpoint
+from adapters.checkpoint import AdapterCheckpoint, open_checkpoint
 from adapters.manifest import AdapterError, BaseShape
 from testing.adapter_files import BASE, write
 
@@ -15,7 +15,7 @@ SHALLOW = BaseShape.from_config(SHAPE | {"hidden_size": 16, "num_hidden_layers":
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
+def checkpoint(tmp_path: Path) -> AdapterCheckpoint:
     return open_checkpoint(write(tmp_path / "a"))
 
 
@@ -54,7 +54,9 @@ def test_two_bases_of_one_last_part_are_not_guessed():
         ("hub/b", {"a": BASE, "b": BASE}, "b"),
     ],
 )
-def test_the_base_that_is_clear(checkpoint: Checkpoint, trained_on: object, bases: dict[str, BaseShape], expected: str):
+def test_the_base_that_is_clear(
+    checkpoint: AdapterCheckpoint, trained_on: object, bases: dict[str, BaseShape], expected: str
+):
     assert choose_base(checkpoint, trained_on, bases) == expected
 
 
@@ -69,7 +71,7 @@ def test_the_base_that_is_clear(checkpoint: Checkpoint, trained_on: object, base
     ],
 )
 def test_an_adapter_of_no_clear_base(
-    checkpoint: Checkpoint, trained_on: object, bases: dict[str, BaseShape], field: str, message: str
+    checkpoint: AdapterCheckpoint, trained_on: object, bases: dict[str, BaseShape], field: str, message: str
 ):
     with pytest.raises(AdapterError, match=message) as refused:
         choose_base(checkpoint, trained_on, bases, closed=["old"])

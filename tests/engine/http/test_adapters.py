@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint import Checkpoint
+from adapters.checkpoint import AdapterCheckpoint
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from adapters.tiers.adapter_reader import AdapterReader
@@ -237,17 +237,17 @@ async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server
         assert "rank is 32, the limit is 16" in answer["error"]["message"]
 
 
-def damage(checkpoint: Checkpoint, _: pytest.MonkeyPatch) -> None:
+def damage(checkpoint: AdapterCheckpoint, _: pytest.MonkeyPatch) -> None:
     weights = checkpoint.folder / "adapter_model.safetensors"
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-5])
 
 
-def remove(checkpoint: Checkpoint, _: pytest.MonkeyPatch) -> None:
+def remove(checkpoint: AdapterCheckpoint, _: pytest.MonkeyPatch) -> None:
     shutil.rmtree(checkpoint.folder)
 
 
-def break_store(_: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def break_store(_: AdapterCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

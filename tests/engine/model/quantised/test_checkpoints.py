@@ -16,7 +16,7 @@ from engine.model.decoder import load_embedding_and_head
 from engine.model.families import parse_model_config
 from engine.model.quantised.methods import METHODS
 from engine.model.tensor_files import NOT_FINITE, tensor_error
-from engine.model.weights import Checkpoint, base_tensor, open_weights
+from engine.model.weights import ModelWeights, base_tensor, open_weights
 from kernels import reference
 from kernels.cpu.plain import TorchOps
 from kernels.gpu import schemes
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] 
 }  # fmt: skip
 
 
-def qkv(source: Checkpoint) -> Any:
+def qkv(source: ModelWeights) -> Any:
     parts = [(f"model.layers.1.self_attn.{name}_proj", rows) for name, rows in (("q", 64), ("k", 32), ("v", 32))]
     return source.linear(parts, 64)
 

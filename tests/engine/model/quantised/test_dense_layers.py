@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.model.quantised.methods import METHODS
-from engine.model.weights import Checkpoint, open_weights
+from engine.model.weights import ModelWeights, open_weights
 from kernels import reference
 from kernels.weights import LinearWeights
 from testing import quantised_files as files
@@ -23,7 +23,7 @@ TWO_BITS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"nu
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
 
 
-def qkv(source: Checkpoint) -> LinearWeights:
+def qkv(source: ModelWeights) -> LinearWeights:
     return source.linear([(Q, 64), (K, 32), (V, 32)], 64)
 
 
