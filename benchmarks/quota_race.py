@@ -31,10 +31,11 @@ from gateway.errors import RateLimited
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
+from gateway.quota.store import KEYS
 from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Limits, Tenant
 from gateway.redis import sweeps
-from gateway.redis.client import KEYS, connect
+from gateway.redis.client import connect
 
 PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)
 MODEL = "base"

@@ -3,16 +3,16 @@
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.access.page_guard import PageGuard
-from gateway.access.scopes import AUTH, Guards
 from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.cors import allow_origins, answer_preflights
 from gateway.api.inference.delivery import DELIVERIES
+from gateway.api.page_guard import PageGuard
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY
 from gateway.api.requests.query import known_parameters
 from gateway.api.requests.unread import UnreadBodies
-from gateway.api.routes import PARAMETERS, add_routes
+from gateway.api.scopes import AUTH, Guards
+from gateway.api.unserved_rate import UnservedRate
 from gateway.billing.ledger import Ledger
 from gateway.build import Gateway, build
 from gateway.error_boundary import error_boundary
@@ -25,8 +25,8 @@ from gateway.process.connections import ConnectionLimiter
 from gateway.process.drain import Drain
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
+from gateway.route_table import PARAMETERS, add_routes
 from gateway.settings import Settings
-from gateway.sharing.unserved import UnservedRate
 from gateway.spans import TRUST_TRACEPARENT, UNTRACED
 from wire.telemetry.spans import trace_requests
 

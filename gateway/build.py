@@ -43,7 +43,6 @@ from gateway.api.reports.audit import OwnAudit
 from gateway.api.reports.build import build_reports
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
-from gateway.api.routes import ROUTES
 from gateway.api.uploads.checking import Served
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
@@ -53,7 +52,7 @@ from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.recovery import LeaseRecovery
 from gateway.fleet.addresses import own_fields
-from gateway.metrics import Metrics
+from gateway.metric_sources import watch_parts
 from gateway.pages.adapters.build import AdapterParts, build_adapter_page
 from gateway.pages.build import build_pages
 from gateway.pages.frame.form_answers import FormAnswers
@@ -72,6 +71,7 @@ from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.partitions import Partitions
 from gateway.records.retention import Retention
 from gateway.resources import Resources, open_resources
+from gateway.route_table import ROUTES
 from gateway.settings import Settings
 from gateway.workers import is_first_worker
 
@@ -108,7 +108,7 @@ async def build(settings: Settings) -> Gateway:
     billing = build_billing(resources, records.bases)
     serving = build_serving(resources, records.bases, records.changes)
     metrics, drain, body_memory = resources.metrics, Drain(), BodyMemory(settings.body_memory_bytes)
-    _watch(metrics, billing, serving, body_memory)
+    watch_parts(metrics, billing, serving, body_memory)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)
     probes, mode = Probes(resources.database), settings.adapter_probe
     missing = CachedQuery(records.changes, probes.missing)
@@ -161,12 +161,6 @@ async def build(settings: Settings) -> Gateway:
         answers=pages.answers,
         handlers={type(handler): handler for handler in handlers},
     )
-
-
-def _watch(metrics: Metrics, billing: Billing, serving: Serving, body_memory: BodyMemory) -> None:
-    metrics.watch(serving.registry, billing.ledger, serving.gate)
-    metrics.watch_quota(lambda: not billing.quota.away)
-    metrics.watch_bodies(lambda: body_memory.held)
 
 
 def _build_intake(

@@ -34,6 +34,8 @@ class Caller:
         return self.key_id is not None and self.tenant_id is None and not self.is_refused
 
 
+# Prefix length of the network that an IPv6 customer gets as a whole, and that throttles count as one client.
+IPV6_PREFIX = 64
 # Prefix of a key's id in the rows of an operator's requests for a tenant.
 OPERATOR_KEY = "operator:"
 
@@ -96,3 +98,11 @@ def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+def client_network(address: str) -> str:
+    """Return the part of an address that counts as one client: an IPv4 address, or the network of an IPv6 address."""
+    parsed = parse_address(address)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX), strict=False))
+    return address

@@ -32,6 +32,10 @@ ENDING = web.RequestKey("ending", str)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class ClientGone(Exception):
+    """The client closed the connection, or was cut off."""
+
+
 class GatewayError(Exception):
     """Base class. `status` is the HTTP status, `kind` OpenAI's error type, `code` its machine-readable code."""
 

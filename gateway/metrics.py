@@ -1,18 +1,14 @@
 """Prometheus metrics of the gateway, in a registry of each application, without global state."""
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from gateway.billing.ledger import Ledger
-from gateway.fleet.gates import Gates
-from gateway.fleet.health import Health
-from gateway.fleet.registry import Registry
 from gateway.metric_labels import TenantLabels, method_label
-from gateway.process.loop_lag import LoopLag
 from gateway.usage_row import UsageRow
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -25,6 +21,17 @@ MAX_BUDGETS = 100
 TENANT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
+class EngineFigures(NamedTuple):
+    """Figures of an engine. is_up: None while it sleeps, when it has no such metric."""
+
+    url: str
+    is_up: bool | None
+    is_available: bool
+    is_refused: bool
+    is_drained: bool
+    in_flight: int
+
+
 class Metrics:
     """Metrics with bounded labels: routes are patterns, and `gateway/metric_labels.py` caps tenants and models."""
 
@@ -33,7 +40,7 @@ class Metrics:
         # CPU, memory, open files and start time of the process.
         ProcessCollector(registry=self.registry)
         self._labels = TenantLabels()
-        self._engines: Registry | None = None
+        self._engines: Callable[[], Iterable[EngineFigures]] = tuple
         self._make_http()
         self._make_inference()
         self._make_limits()
@@ -278,9 +285,9 @@ class Metrics:
     def login_refused(self) -> None:
         self._refused_logins.inc()
 
-    def watch_loop(self, lag: LoopLag) -> None:
-        self._loop_lag.set_function(lambda: lag.last)
-        self._loop_lag_max.set_function(lambda: lag.longest)
+    def watch_loop(self, last: Callable[[], float], longest: Callable[[], float]) -> None:
+        self._loop_lag.set_function(last)
+        self._loop_lag_max.set_function(longest)
 
     def adapter_mismatch(self, engine: str) -> None:
         self._mismatches.labels(engine).inc()
@@ -324,15 +331,23 @@ class Metrics:
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)
 
-    def watch(self, registry: Registry, ledger: Ledger, gate: Gates) -> None:
-        """Read these objects each time that the metrics are scraped."""
-        self._engines = registry
-        self._queue_waiting.set_function(lambda: gate.waiting)
-        self._queue_wait.set_function(lambda: gate.longest_wait)
-        gate.observe_wait = self._queue_time.observe
-        self._ledger_waiting.set_function(lambda: ledger.waiting)
-        self._ledger_journal.set_function(lambda: ledger.journal_bytes)
-        self._ledger_rejected.set_function(lambda: ledger.rejected)
+    def watch_engines(self, engines: Callable[[], Iterable[EngineFigures]]) -> None:
+        self._engines = engines
+
+    def watch_queue(self, waiting: Callable[[], int], longest_wait: Callable[[], float]) -> None:
+        self._queue_waiting.set_function(waiting)
+        self._queue_wait.set_function(longest_wait)
+
+    def queued(self, seconds: float) -> None:
+        """Observe an admitted request's wait for room on an engine."""
+        self._queue_time.observe(seconds)
+
+    def watch_ledger(
+        self, waiting: Callable[[], int], journal_bytes: Callable[[], int], rejected: Callable[[], int]
+    ) -> None:
+        self._ledger_waiting.set_function(waiting)
+        self._ledger_journal.set_function(journal_bytes)
+        self._ledger_rejected.set_function(rejected)
 
     def render(self) -> bytes:
         """Return the registry in Prometheus' text format."""
@@ -342,11 +357,11 @@ class Metrics:
         self._engine_refused.clear()
         self._engine_drained.clear()
         self._engine_in_flight.clear()
-        for engine in self._engines.engines if self._engines is not None else ():
-            if engine.condition.health is not Health.ASLEEP:
+        for engine in self._engines():
+            if engine.is_up is not None:
                 self._engine_up.labels(engine.url).set(engine.is_up)
-            self._engine_available.labels(engine.url).set(engine.available)
-            self._engine_refused.labels(engine.url).set(engine.condition.health is Health.MISCONFIGURED)
-            self._engine_drained.labels(engine.url).set(engine.drained is not None)
-            self._engine_in_flight.labels(engine.url).set(engine.requests.in_flight)
+            self._engine_available.labels(engine.url).set(engine.is_available)
+            self._engine_refused.labels(engine.url).set(engine.is_refused)
+            self._engine_drained.labels(engine.url).set(engine.is_drained)
+            self._engine_in_flight.labels(engine.url).set(engine.in_flight)
         return generate_latest(self.registry)

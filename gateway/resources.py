@@ -67,7 +67,7 @@ async def open_resources(settings: Settings) -> Resources:
         tracing = _start_tracing()
     problems.report()
     metrics, lag = Metrics(), LoopLag()
-    metrics.watch_loop(lag)
+    metrics.watch_loop(lambda: lag.last, lambda: lag.longest)
     return Resources(
         settings,
         model,

@@ -5,9 +5,7 @@ wait for an engine with room) and one `chat <model>` for each engine that was as
 span.
 """
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -17,8 +15,6 @@ from wire.telemetry.spans import OPERATIONS, Span, Value
 
 if TYPE_CHECKING:
     from gateway.billing.account import Account
-    from gateway.fleet.call import Call
-    from gateway.fleet.engine import EngineRecord
 
 # Whether a client's `traceparent` decides if spans are recorded.
 TRUST_TRACEPARENT = web.AppKey("trust_traceparent", bool)
@@ -57,18 +53,3 @@ def describe_request(span: Span, path: str, account: "Account") -> None:
     span.set(attributes)
     if account.status == "error":
         span.fail("error")
-
-
-def upstream(call: "Call", engine: "EngineRecord") -> AbstractContextManager[Span]:
-    """Return the span of one engine's work on the request, from the call to the end of the answer."""
-    if not call.span.is_recording:
-        return call.span.child("upstream", "client")
-    operation, url = OPERATIONS[call.path], urlsplit(engine.url)
-    attributes: dict[str, Value] = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": engine.address.traits.name,
-        "gen_ai.request.model": call.model.shown,
-        "server.address": url.hostname or "",
-        "server.port": url.port or (443 if url.scheme == "https" else 80),
-    }
-    return call.span.child(f"{operation} {call.model.shown}", "client", attributes)

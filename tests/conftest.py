@@ -45,7 +45,7 @@ SLOW = (
     "e2e/browser/test_pages.py",
     "kernels/test_benchmarks.py",
     "e2e/browser/test_console_walk.py",
-    "gateway/sharing/test_unserved.py",
+    "gateway/api/test_unserved_rate.py",
     "gateway/billing/test_ledger_chaos.py",
     "e2e/browser/test_drafts.py",
     "engine/execution/test_graphs.py",

@@ -18,6 +18,12 @@ ALLOWED_UP = {("gateway", "migrations")}
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 # Rooms of a package, folders and single modules, from the top floor down; a room may import those after it.
 ROOMS = {
+    "gateway": (
+        *("serve", "app", "lifecycle", "build", "route_table", "metric_sources", "pages", "api", "alerts", "parts"),
+        *("resources", "workers", "settings", "setting_types", "spans", "billing", "fleet", "quota", "access"),
+        *("records", "sharing", "redis", "process", "limits", "metrics", "metric_labels", "usage_row", "caller"),
+        *("error_boundary", "unknown_urls", "error_codes", "errors", "setting_errors", "log_format", "sql_states"),
+    ),
     "engine": (
         *("program", "http", "probing", "answering", "metrics", "core", "sizing", "engine", "build", "draft"),
         *("sizing_speed", "sizing_steps", "execution", "memory", "step_log", "model", "state", "scheduling"),

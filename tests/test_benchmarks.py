@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.dashboard_pages import CONSOLE_PAGES, NO_PAGE, PAGES, pages_of
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "benchmarks").rglob("*.py"))

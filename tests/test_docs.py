@@ -18,8 +18,8 @@ from engine.config import EngineConfig, ServerConfig
 from engine.gpus import GPUS
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
-from gateway.api.routes import ROUTES
 from gateway.limits.kinds import KINDS
+from gateway.route_table import ROUTES
 from gateway.settings import Settings, env_name
 from loraplex.bench.workload import Workload
 from loraplex.cli import main

@@ -16,9 +16,9 @@ import yaml
 
 from engine.http.app import LAST_WORDS_S
 from engine.http.description import ROUTES as ENGINE_ROUTES
-from gateway.api.routes import ROUTES as GATEWAY_ROUTES
 from gateway.lifecycle import FLUSH_SECONDS
 from gateway.metrics import Metrics
+from gateway.route_table import ROUTES as GATEWAY_ROUTES
 from gateway.settings import Settings, env_name
 from loraplex.cli import main
 

@@ -13,7 +13,6 @@ the operator.
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import math
 import time
@@ -23,7 +22,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.caller import CALLER, parse_address
+from gateway.caller import CALLER, client_network
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
@@ -39,8 +38,6 @@ BURST = 10
 SECONDS_EACH = 6.0
 # Maximum number of buckets; beyond it the one least recently charged is dropped.
 MAX_ADDRESSES = 10_000
-# Prefix length of the network that an IPv6 customer gets as a whole; it has one bucket.
-IPV6_PREFIX = 64
 # Time limit of the Redis call for a wrong key.
 SHARE_SECONDS = 0.25
 # KEYS: an address's bucket. ARGV: seconds that one wrong key costs. Returns the milliseconds until the bucket's debt is
@@ -169,11 +166,3 @@ def _presented(request: web.Request) -> Iterator[str]:
         yield from request.headers.getall(header, ())
     for given in request.headers.getall("Authorization", ()):
         yield given.partition(" ")[2].strip()
-
-
-def client_network(address: str) -> str:
-    """Return the throttled unit of an address: an IPv4 address, or the network of an IPv6 address."""
-    parsed = parse_address(address)
-    if isinstance(parsed, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((parsed, IPV6_PREFIX), strict=False))
-    return address

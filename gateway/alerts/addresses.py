@@ -56,15 +56,6 @@ def check_url(url: str, http_hosts: Collection[str], *, has_mail: bool, is_tenan
         raise BadRequest("url: a tenant's webhook needs a public address.", param="url")
 
 
-def shown_url(url: str) -> str:
-    """Return a URL without its path and query, which often hold a secret."""
-    if url.startswith("mailto:"):
-        return url
-    parts = urlsplit(url)
-    rest = f"{parts.path}?{parts.query}" if parts.query else parts.path
-    return f"{parts.scheme}://{parts.netloc}/{'...' if len(rest) > 1 else ''}"
-
-
 def is_public(address: str) -> bool:
     """Return whether an IP address is one of the public internet."""
     parsed = ipaddress.ip_address(address.partition("%")[0])

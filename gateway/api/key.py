@@ -8,8 +8,8 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import TenantPrincipal
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.limits.kinds import BUDGET, BY_LETTER, GAUGE
 from gateway.quota.limits import Limit, limits_of

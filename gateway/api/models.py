@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import ModelNotFound
 from gateway.records.adapters.catalog import Adapter, Catalog, Model
 from gateway.records.adapters.mixtures import names_in, resolve_model

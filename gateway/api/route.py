@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.access.roles import ADMIN_PATH, Role
-from gateway.access.scopes import Scope
+from gateway.api.scopes import Scope
 
 # Statuses of an added version: 202 while it is validated.
 ADDED = (201, 202)

@@ -1,12 +1,7 @@
-"""Table of all routes: source of the application's routes, `/openapi.json`, and the checks of scopes and parameters."""
+"""Routes of the API, by the class that has their handlers; `gateway/route_table.py` adds those of the pages."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
-from aiohttp import web
-
-from gateway.access.scopes import Guards
 from gateway.api.adapters.adapters import TenantAdapter, TenantAdapterList
 from gateway.api.adapters.routes import ADAPTER_ROUTES
 from gateway.api.admin.alerts import AdminWebhooks, DeletedWebhook, EventPage, ShownWebhook, WebhookList, WebhookTest
@@ -36,7 +31,6 @@ from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
 from gateway.api.route import ADDED, PUT, Route, Upload
 from gateway.api.route_groups import key_routes
 from gateway.api.webhook_manager import NewWebhook
-from gateway.pages.routes import PAGES
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
 
@@ -49,7 +43,6 @@ WEBHOOK = "/admin/api/webhooks/{name}"
 _admin = partial(Route, scope="admin", query=())
 
 
-# Routes by the class that has their handlers, without those of the pages.
 API: dict[type, tuple[Route, ...]] = {
     Completions: (
         Route(
@@ -318,21 +311,3 @@ API: dict[type, tuple[Route, ...]] = {
         Route("GET", "/metrics", MetricsPage.get, "Return Prometheus metrics.", scope="admin", response=None),
     ),
 }
-TABLE = API | PAGES
-ROUTES = tuple(route for routes in TABLE.values() for route in routes)
-PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES if route.query is not None}
-
-
-def add_routes(app: web.Application, objects: Mapping[type, Any], guards: Guards) -> None:
-    """Add the routes of every class in `objects`."""
-    for kind, routes in TABLE.items():
-        if kind in objects:
-            for route in routes:
-                handler = route.handler.__get__(objects[kind])
-                if route.scope is not None:
-                    handler = guards.guarded(handler, route.scope, route.least_role, route.beyond)
-                if route.method == "GET":
-                    # `add_get` also answers HEAD.
-                    app.router.add_get(route.path, handler)
-                else:
-                    app.router.add_route(route.method, route.path, handler)

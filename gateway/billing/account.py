@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
-from gateway.api.inference.delivery import ClientGone
-from gateway.api.requests.prompts import InferenceRequest
 from gateway.billing.attempts import Attempts
 from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.estimates import Speeds, is_clients_cause
+from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
 from gateway.error_codes import code_of, known_code
-from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
+from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest

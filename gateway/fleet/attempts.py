@@ -4,9 +4,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import ClientConnectionError
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import InFlight, count_less
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
-from gateway.spans import upstream
+from wire.telemetry.spans import OPERATIONS, Span, Value
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ class Attempts:
             loads = digest is not None and not engine.holds(digest)
             suspects = partial(self.quarantine.suspects, tenant_id, call.model.suspects, call.named)
             with (
-                upstream(call, engine) as span,
+                _upstream_span(call, engine) as span,
                 engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects) as in_flight,
                 in_flight.ending_with(EngineGone, EngineRefused),
             ):
@@ -125,3 +126,18 @@ async def _until_abandoned(engine: EngineRecord, in_flight: InFlight, answer: Aw
         if not wait.expired():
             raise
         raise EngineGone(had_it=in_flight.is_sent) from error
+
+
+def _upstream_span(call: Call, engine: EngineRecord) -> AbstractContextManager[Span]:
+    """Return the span of one engine's work on the request, from the call to the end of the answer."""
+    if not call.span.is_recording:
+        return call.span.child("upstream", "client")
+    operation, url = OPERATIONS[call.path], urlsplit(engine.url)
+    attributes: dict[str, Value] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": engine.address.traits.name,
+        "gen_ai.request.model": call.model.shown,
+        "server.address": url.hostname or "",
+        "server.port": url.port or (443 if url.scheme == "https" else 80),
+    }
+    return call.span.child(f"{operation} {call.model.shown}", "client", attributes)

@@ -12,7 +12,7 @@ import msgspec
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.own_requests import OwnRequests, Prefetched
-from gateway.records.bases.base import FIRST, Binding
+from gateway.records.bases.base import FIRST, Binding, EngineSoftware
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantShare
 
@@ -114,14 +114,6 @@ class Address:
     def bearer(self) -> dict[str, str]:
         """Return the header with a foreign server's own key, never with the internal token."""
         return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
-
-
-class EngineSoftware(msgspec.Struct, frozen=True, kw_only=True):
-    """Software of an engine: its kind, its release and the digest of its base model. Unknown texts are empty."""
-
-    kind: str
-    version: str
-    base_digest: str
 
 
 class EngineState(msgspec.Struct, kw_only=True):

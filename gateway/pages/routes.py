@@ -1,4 +1,4 @@
-"""Table of the pages' routes, by the class that has their handlers; part of the table in `gateway/api/routes.py`."""
+"""Table of the pages' routes, by the class that has their handlers; part of the table in `gateway/route_table.py`."""
 
 from gateway.api.route import Route
 from gateway.pages.adapters.routes import ADAPTER_PAGES

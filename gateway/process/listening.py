@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.throttle import client_network
+from gateway.caller import client_network
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from gateway.errors import Unavailable
+from gateway.quota.store import QuotaStore
 from gateway.redis import sweeps
-from gateway.redis.client import Client, QuotaStore
+from gateway.redis.client import Client
 
 log = logging.getLogger(__name__)
 

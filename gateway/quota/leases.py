@@ -11,7 +11,7 @@ from gateway.errors import Unavailable
 from gateway.limits.kinds import TAKES_ONE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH, LeaseProgress, Reservation
-from gateway.redis.client import QuotaStore
+from gateway.quota.store import QuotaStore
 
 log = logging.getLogger(__name__)
 

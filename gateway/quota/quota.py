@@ -25,15 +25,16 @@ from gateway.quota.limits import Limit, adapter_limits, limits_of
 from gateway.quota.peek import Left, peek
 from gateway.quota.presence import Presence
 from gateway.quota.recall import UNKNOWN, Past, Recall
+from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.running import read_notes
+from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
 from gateway.redis import sweeps
-from gateway.redis.client import Client, QuotaStore
-from gateway.redis.settings_check import SettingsCheck
+from gateway.redis.client import Client
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from gateway.limits.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
 from gateway.limits.periods import period_start
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
+from gateway.quota.store import unavailable
 from gateway.records.money.usage_sums import ALL, UsagePart
-from gateway.redis.client import unavailable
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from gateway.api.requests.memory import BodyShare
-from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests.prompts import Endpoint, PromptReader
+from gateway.billing.inference_request import InferenceRequest
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base, Shape
 from gateway.records.bases.registry import Bases

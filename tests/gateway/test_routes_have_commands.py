@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from loraplex import resumable_push
 from testing.adapter_files import tensors, write
 from testing.gateway.commands import runner

@@ -16,10 +16,10 @@ from msgspec import Struct
 from adapters.manifest import AdapterError, printable
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import AdapterCaller, tenants_caller
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
+from gateway.api.scopes import PRINCIPAL
 from gateway.api.uploads.checking import Candidates, Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large

@@ -8,9 +8,9 @@ from aiohttp import web
 from msgspec import Struct
 
 from gateway.access.auth import Authenticator, TenantPrincipal
-from gateway.access.scopes import ACTOR, PRINCIPAL
 from gateway.api.requests.fields import read_body, read_raw
 from gateway.api.requests.memory import OPERATOR
+from gateway.api.scopes import ACTOR, PRINCIPAL
 from gateway.errors import REQUEST_ID, TooLarge
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes, UploadSize

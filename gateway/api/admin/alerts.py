@@ -8,12 +8,11 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.access.scopes import ACTOR
-from gateway.alerts.addresses import shown_url
 from gateway.api.requests.fields import json_response, read_body, read_limit
+from gateway.api.scopes import ACTOR
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.records.events.events import Event, Events
-from gateway.records.events.webhooks import Webhook
+from gateway.records.events.webhooks import Webhook, shown_url
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
 

@@ -15,9 +15,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from adapters.manifest import BaseShape
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag, read_limit
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.process.background import run_to_end

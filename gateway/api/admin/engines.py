@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import json_response, read_body
+from gateway.api.scopes import ACTOR
 from gateway.errors import RecordNotFound, Unavailable
 from gateway.fleet.drains import Drains
 from gateway.fleet.engine import Drained, EngineRecord

@@ -5,7 +5,6 @@ contains it.
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import ACTOR
 from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
 from gateway.api.key_manager import (
     KeyChanges,
@@ -19,6 +18,7 @@ from gateway.api.key_manager import (
 )
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number, read_sort
 from gateway.api.requests.key_filter import read_key_filter
+from gateway.api.scopes import ACTOR
 from gateway.quota.quota import Quota
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists

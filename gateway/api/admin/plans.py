@@ -9,11 +9,11 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
 from gateway.api.admin.shown_terms import with_terms
 from gateway.api.admin.tenants import ModelName, TermFields, read_terms_body
 from gateway.api.requests.fields import json_response, read_body
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
 from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList

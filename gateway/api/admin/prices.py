@@ -7,9 +7,9 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
 from gateway.api.requests.named_models import FORCE, check_models
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.money.prices import EVERYTHING, Price, PricedModel, PriceList, Prices

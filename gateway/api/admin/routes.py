@@ -9,12 +9,12 @@ from typing import Any, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.access.scopes import ACTOR
 from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
 from gateway.api.answers import row_struct
 from gateway.api.reports.usage import usage_answer
 from gateway.api.requests.fields import json_response, read_flag
+from gateway.api.scopes import ACTOR
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
 from gateway.fleet.gates import Gates

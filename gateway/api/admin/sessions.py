@@ -6,9 +6,9 @@ from typing import Literal
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.access.scopes import ACTOR
 from gateway.access.sessions import Sessions
 from gateway.api.requests.fields import json_response, read_limit
+from gateway.api.scopes import ACTOR
 from gateway.records.keys.sessions import Session, SessionRecords
 from gateway.records.tenants.tenants import Tenants
 

@@ -6,9 +6,9 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import Tag
 from gateway.api.requests.fields import encoded, json_response, read_body, read_flag
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
 from gateway.records.pieces import in_pieces
 from gateway.records.tenants.bulk import BulkChange, Planned, TenantBulk

@@ -10,9 +10,9 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import BOOTSTRAP_KEY_ID, TenantPrincipal
-from gateway.access.scopes import ACTOR, PRINCIPAL, watched_by
 from gateway.api.inference.completions import Completions
 from gateway.api.requests.fields import json_response
+from gateway.api.scopes import ACTOR, PRINCIPAL, watched_by
 from gateway.caller import OPERATOR_KEY, note_key
 from gateway.errors import Forbidden
 from gateway.records.adapters.list import AdapterList

@@ -11,10 +11,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import Authenticator
 from gateway.access.roles import check_role
-from gateway.access.scopes import ACTOR, ROLE
 from gateway.api.admin.shown_terms import with_terms
 from gateway.api.requests.fields import encoded, json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
+from gateway.api.scopes import ACTOR, ROLE
 from gateway.errors import BadRequest
 from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Catalog

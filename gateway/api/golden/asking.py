@@ -14,9 +14,10 @@ from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.time_limit import while_allowed
 from gateway.api.requests.memory import BodyMemory
-from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
+from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
 from gateway.fleet import receipts
 from gateway.fleet.answers import Fields, decode_field, read_answer

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 from gateway.access.auth import TenantPrincipal
 from gateway.api.golden.asking import Asking
 from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
-from gateway.fleet.engine import EngineRecord, EngineSoftware
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.metrics import Metrics
 from gateway.records.adapters.golden import Difference, Golden, GoldenCheck, GoldenSet
 from gateway.records.adapters.probes import Probes
+from gateway.records.bases.base import EngineSoftware
 from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant
 from wire.errors import BadRequest as ProtocolError

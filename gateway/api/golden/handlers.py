@@ -15,10 +15,11 @@ from gateway.api.golden.asking import Asking, Question
 from gateway.api.golden.checking import GoldenChecks
 from gateway.api.requests.fields import json_response, read_raw
 from gateway.errors import BadRequest, NoEngine, translate
-from gateway.fleet.engine import EngineRecord, EngineSoftware
+from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt, GoldenSet
+from gateway.records.bases.base import EngineSoftware
 from gateway.records.tenants.tenants import Tenant, Tenants
 from wire.decoding import decode
 from wire.digests import digest_name

@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Iterable
 
 from gateway.api.golden.checking import GoldenChecks
 from gateway.errors import GatewayError, Unavailable
-from gateway.fleet.engine import EngineRecord, EngineSoftware
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked
+from gateway.records.bases.base import EngineSoftware
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.sweeps import Client, is_first

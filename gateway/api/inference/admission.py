@@ -8,13 +8,14 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import read_shared
 from gateway.api.requests.forms import FORM, Forms
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
-from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests.prompts import Endpoint, PromptReader
 from gateway.api.requests.sizes import MAX_USER_CHARS, AnyRequest
+from gateway.api.scopes import PRINCIPAL
 from gateway.billing.account import Account, Accounting
+from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.lease_note import lease_note
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet

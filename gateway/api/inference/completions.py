@@ -9,20 +9,22 @@ import msgspec
 from aiohttp import ClientError, web
 
 from gateway.api.inference.admission import Admission
-from gateway.api.inference.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
+from gateway.api.inference.delivery import FREE_BYTES, Deliveries, Delivery
 from gateway.api.inference.events import add_cost, drop_internal, head_of, shortened, visible_event
 from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
 from gateway.api.inference.time_limit import TimeLimit
 from gateway.api.requests.forms import FORM
-from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
+from gateway.billing.inference_request import InferenceRequest
 from gateway.error_codes import code_of
 from gateway.errors import (
     ENDING,
     ERROR_CODE,
     HAS_USAGE,
     REQUEST_ID,
+    ClientGone,
     EngineMismatch,
     EngineShareUsed,
     RateLimited,

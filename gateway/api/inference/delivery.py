@@ -16,6 +16,7 @@ from typing import cast
 from aiohttp import ClientError, Payload, web
 from aiohttp.abc import AbstractStreamWriter
 
+from gateway.errors import ClientGone
 from gateway.fleet.large_objects import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
@@ -33,10 +34,6 @@ LOOK_SECONDS = 0.5
 PRESSURE_SECONDS = 2.0
 # Number of tenants whose turns are known.
 MAX_OWNERS = 10_000
-
-
-class ClientGone(Exception):
-    """The client closed the connection, or was cut off."""
 
 
 class Delivery:

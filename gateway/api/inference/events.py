@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from gateway.api.requests.prompts import CHAT, COMPLETIONS, InferenceRequest
+from gateway.api.requests.prompts import CHAT, COMPLETIONS
 from gateway.billing.account import Account
+from gateway.billing.inference_request import InferenceRequest
 from gateway.fleet.answers import Fields, decode_choices, decode_field
 from wire.money import exact_money
 

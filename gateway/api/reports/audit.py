@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.audit import DEFAULT_ENTRIES, MAX_ENTRIES, read_audit
 from gateway.api.requests.fields import json_response, read_limit
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.limits.kinds import KINDS
 from gateway.records.audit import Audit, AuditEntry

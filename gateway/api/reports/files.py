@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import AUTH, PRINCIPAL, watched_by
-from gateway.api.inference.delivery import DELIVERIES, ClientGone
-from gateway.errors import GatewayError
+from gateway.api.inference.delivery import DELIVERIES
+from gateway.api.scopes import AUTH, PRINCIPAL, watched_by
+from gateway.errors import ClientGone, GatewayError
 from wire.csv_cells import csv_lines
 
 log = logging.getLogger(__name__)

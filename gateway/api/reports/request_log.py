@@ -5,10 +5,10 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_text, read_limit
 from gateway.api.requests.log_filter import read_log_filter
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import RecordNotFound
 from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, Step, steps
 from gateway.sharing.turns import turns_of_reports

@@ -5,9 +5,9 @@ from typing import Any, Literal
 from aiohttp import web
 from msgspec import Struct, defstruct
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_period, read_limit
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
 from gateway.sharing.turns import turns_of_reports

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import json_response, read_body, read_flag
+from gateway.api.scopes import ACTOR
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit

@@ -11,8 +11,7 @@ from functools import partial
 
 from aiohttp import hdrs, web
 
-from gateway.access.throttle import client_network
-from gateway.caller import CALLER
+from gateway.caller import CALLER, client_network
 from gateway.process.reads import EndQueue, Forwarding
 from gateway.sharing.byte_rate import ByteRate
 

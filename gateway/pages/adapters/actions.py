@@ -7,12 +7,12 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from gateway.access.page_guard import form_of
-from gateway.access.scopes import ACTOR
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
+from gateway.api.page_guard import form_of
 from gateway.api.requests.fields import check_year
+from gateway.api.scopes import ACTOR
 from gateway.api.uploads.validating import Validation
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets

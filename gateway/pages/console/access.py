@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Forbidden
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Records

@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.adapters import read_filter
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
 from gateway.pages.adapters.list import STATE_OPTIONS, idle_options

@@ -6,8 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.audit import read_own_audit, seen_by_tenant
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.console.access import ConsolePages, needs
 from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, Entries, audit_csv, audit_row, audit_table

@@ -10,7 +10,7 @@ from aiohttp import web
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.examples import example_models, origin
 from gateway.records.adapters.rows import READY

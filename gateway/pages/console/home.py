@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.limits.kinds import BY_LETTER
 from gateway.pages.console.access import Console, ConsolePages, needs

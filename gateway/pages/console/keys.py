@@ -6,12 +6,12 @@ from typing import cast
 import msgspec
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
 from gateway.access.roles import DEFAULT_SCOPES
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import tenants_caller
 from gateway.api.key_manager import KeyChanges, KeyManager
+from gateway.api.page_guard import FORM
 from gateway.api.requests.key_filter import read_key_filter
+from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.edits import again_if_changed

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.scopes import PRINCIPAL
 from gateway.pages.parts.links import Links
 
 ADAPTER = "/console/adapters/{name}"

@@ -7,7 +7,7 @@ import re
 
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.scopes import PRINCIPAL
 from gateway.pages.adapters.playground import model_context
 from gateway.pages.console.access import ConsolePages, needs
 

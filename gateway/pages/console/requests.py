@@ -3,8 +3,8 @@
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.log_filter import read_log_filter
+from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, needs
 from gateway.pages.console.links import ConsoleLinks
 from gateway.pages.parts.tables import Column

@@ -1,4 +1,4 @@
-"""Table of the console's routes, part of the table of all routes in `gateway/api/routes.py`."""
+"""Table of the console's routes, part of the table of all routes in `gateway/route_table.py`."""
 
 from functools import partial
 

@@ -8,8 +8,8 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
-from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.usage_export import FORMATS, fields_of, read_format, send_rows
+from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.frame.frame import link

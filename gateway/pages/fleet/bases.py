@@ -6,10 +6,10 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text
+from gateway.api.scopes import ACTOR
 from gateway.errors import RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from gateway.access.page_guard import form_of
 from gateway.access.sessions import VISITOR
 from gateway.api.admin.engines import AdminEngines, find_engine
 from gateway.api.admin.fleet_views import ResidentRow, Residents
+from gateway.api.page_guard import form_of
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.history import History, Sample
 from gateway.fleet.registry import Registry

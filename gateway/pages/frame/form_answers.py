@@ -19,8 +19,8 @@ from aiohttp.typedefs import Middleware
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from gateway.access.page_guard import FORM, NO_STORE, safe_next
 from gateway.access.sessions import COOKIE, VISITOR, Visitor
+from gateway.api.page_guard import FORM, NO_STORE, safe_next
 from gateway.errors import GatewayError, Handler, Unavailable
 from gateway.pages.frame.errors import TEMPORARY
 from gateway.pages.frame.frame import HEADERS, SHOWN_ONCE

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from gateway.access.auth import Authenticator
 from gateway.access.login_audit import NOBODY, LoginAudit
-from gateway.access.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
 from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_bootstrap_key, by_key
-from gateway.access.throttle import FailedLogins, client_network
-from gateway.caller import CALLER
+from gateway.access.throttle import FailedLogins
+from gateway.api.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
+from gateway.caller import CALLER, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
 from gateway.process.admin_port import is_admin_port

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from gateway.access.auth import Authenticator
 from gateway.access.oidc import LoginRefused, Oidc
-from gateway.access.page_guard import NO_STORE, safe_next
 from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
 from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import Identity
+from gateway.api.page_guard import NO_STORE, safe_next
 from gateway.caller import CALLER
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
 from gateway.pages.login.login import LoginPages, home_of_request

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 from multidict import MultiDict
 
-from gateway.access.page_guard import FORM
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.plans import NewPlan
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error

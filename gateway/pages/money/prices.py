@@ -2,10 +2,10 @@
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text, read_fields
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error

@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
 from gateway.api.admin.search import clean, is_request
+from gateway.api.page_guard import FORM
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.links import Links
 from gateway.records.search import Found, Search

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Changed, GatewayError
 from gateway.pages.frame.errors import TEMPORARY

@@ -9,9 +9,9 @@ from typing import Any
 from aiohttp import web
 from multidict import MultiDict, MultiMapping
 
-from gateway.access.page_guard import FORM
 from gateway.access.sessions import VISITOR
 from gateway.api.key_manager import KeyChanges, NewKey
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame

@@ -7,10 +7,9 @@ from typing import Any, cast
 from aiohttp import web
 from multidict import MultiDict
 
-from gateway.access.page_guard import FORM
-from gateway.access.scopes import ACTOR
-from gateway.alerts.addresses import shown_url
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text, read_fields
+from gateway.api.scopes import ACTOR
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.errors import BadRequest, GatewayError
 from gateway.limits.kinds import BY_LETTER, PERIOD_BY_LETTER
@@ -23,7 +22,7 @@ from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
 from gateway.records.events.events import EVENT_TYPES, Event, Events
 from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
-from gateway.records.events.webhooks import Webhook
+from gateway.records.events.webhooks import Webhook, shown_url
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 
 ALERTS = "/admin/alerts"

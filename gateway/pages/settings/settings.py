@@ -5,10 +5,10 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from gateway.access.scopes import ACTOR
 from gateway.access.sessions import VISITOR, Sessions
 from gateway.api.condition import Conditions
 from gateway.api.requests.fields import parse_text, read_number
+from gateway.api.scopes import ACTOR
 from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import is_confirmed, typing_error

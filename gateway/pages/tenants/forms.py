@@ -7,10 +7,10 @@ from urllib.parse import quote
 import msgspec
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import NewTenant, TenantChanges
+from gateway.api.page_guard import FORM
 from gateway.api.requests.named_models import check_names
+from gateway.api.scopes import ACTOR
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, read_form
 from gateway.pages.parts.edits import again_if_changed, merge, shown_values

@@ -6,12 +6,12 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
 from gateway.access.roles import ADMIN_ROLES, DEFAULT_SCOPES, TENANT_SCOPES
-from gateway.access.scopes import ACTOR
 from gateway.api.key_manager import KeyChanges, KeyManager, NewAdminKey
+from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
+from gateway.api.scopes import ACTOR
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.edits import again_if_changed

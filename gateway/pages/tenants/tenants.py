@@ -6,10 +6,10 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from gateway.access.page_guard import form_of
-from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import TenantChanges, read_filter
+from gateway.api.page_guard import form_of
 from gateway.api.requests.fields import read_fields
+from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, Conflict
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame

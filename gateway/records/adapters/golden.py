@@ -13,7 +13,6 @@ from sqlalchemy import Row, and_, delete, exists, func, insert, or_, select, tup
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
-from gateway.fleet.engine import EngineSoftware
 from gateway.records.adapters.rows import (
     READY,
     check_possible,
@@ -23,6 +22,7 @@ from gateway.records.adapters.rows import (
     versions_of,
 )
 from gateway.records.audit import record_change
+from gateway.records.bases.base import EngineSoftware
 from gateway.records.bases.records import of_base
 from gateway.records.database import Database
 from gateway.records.tables import (

@@ -84,3 +84,11 @@ class Binding(NamedTuple):
     def of(cls, base: str | None, digest: str | None) -> "Binding":
         """Return the binding of a row with this `base_id` and digest, each of which may be NULL."""
         return cls(base or FIRST, frozenset() if digest is None else frozenset({digest}))
+
+
+class EngineSoftware(msgspec.Struct, frozen=True, kw_only=True):
+    """Software of an engine: its kind, its release and the digest of its base model. Unknown texts are empty."""
+
+    kind: str
+    version: str
+    base_digest: str

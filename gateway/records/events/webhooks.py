@@ -5,12 +5,12 @@ import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from sqlalchemy import Row, Select, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.alerts.addresses import shown_url
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.database import Database
@@ -28,6 +28,15 @@ GIVEN_UP = timedelta(days=1)
 BACKOFF = (5, 15, 60, 300, 900, 1800, 3600)
 MAX_OPERATORS, MAX_OF_TENANT = 100, 5
 ALL_TYPES = "*"
+
+
+def shown_url(url: str) -> str:
+    """Return a URL without its path and query, which often hold a secret."""
+    if url.startswith("mailto:"):
+        return url
+    parts = urlsplit(url)
+    rest = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    return f"{parts.scheme}://{parts.netloc}/{'...' if len(rest) > 1 else ''}"
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 
 from gateway.api.route import Route
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 
 
 def pages_below(home: str) -> list[Route]:

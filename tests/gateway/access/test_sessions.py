@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.access import sessions as sessions_module
-from gateway.access.page_guard import safe_next
-from gateway.api.routes import ROUTES
+from gateway.api.page_guard import safe_next
+from gateway.route_table import ROUTES
 from testing.gateway.clocks import clock_ahead
 from testing.gateway.running import ADMIN_KEY, PEPPER, Browser, Gateway
 

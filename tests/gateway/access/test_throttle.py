@@ -7,7 +7,8 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.access import throttle
-from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins, client_network
+from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins
+from gateway.caller import client_network
 from gateway.metrics import Metrics
 from gateway.settings import SettingsError
 from testing.gateway.clocks import Clock

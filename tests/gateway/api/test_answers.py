@@ -15,7 +15,7 @@ import pytest
 
 from gateway.api.route import Route
 from gateway.api.routes import API as TABLE
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.gateway.running import ADMIN_KEY, HI, MODEL_CONFIG, Answer, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push, tarred

@@ -8,8 +8,8 @@ from aiohttp import web
 from gateway.api.description import describe_routes
 from gateway.api.parameters import OF_ROUTE, PARAMETERS, find_parameter
 from gateway.api.route import Route
-from gateway.api.routes import ROUTES
 from gateway.app import make_app
+from gateway.route_table import ROUTES
 from testing.gateway.running import Gateway, settings
 from testing.gateway.upstream import Upstream
 

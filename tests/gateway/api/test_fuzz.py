@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, strategies
 from hypothesis import settings as hypothesis_settings
 
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.gateway.running import BASE_MODEL, HI, Answer, Client, Gateway
 
 REQUESTS = int(os.environ.get("LORAPLEX_FUZZ_REQUESTS", "200"))

@@ -16,7 +16,7 @@ import pytest_asyncio
 from sqlalchemy import Engine, event
 
 from gateway.api.route import Route
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.gateway.isolation import CASES, OWN, Attempt, Target, attempts, conditional, describe, fingerprint
 from testing.gateway.running import Client, Gateway, running, settings
 from testing.gateway.upstream import Upstream

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from gateway.access.roles import ADMIN_ROLES
 from gateway.api.route import Route
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.gateway.running import MODEL_CONFIG, Answer, Browser, Client, Gateway, running, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.conftest import new_database

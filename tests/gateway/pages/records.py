@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway.access.auth import BOOTSTRAP_KEY_ID, Authenticator
-from gateway.access.scopes import ACTOR, AUTH
 from gateway.api.access_log import REQUEST_ID
 from gateway.api.inference.delivery import DELIVERIES, Deliveries
+from gateway.api.scopes import ACTOR, AUTH
 from gateway.billing.writer import UsageWriter
 from gateway.error_boundary import error_boundary
 from gateway.errors import Exceeded

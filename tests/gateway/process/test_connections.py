@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gateway.sharing import unserved
+from gateway.api import unserved_rate
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.inference.test_time_limits import connect
 from tests.gateway.api.requests.test_bodies import answered
-from tests.gateway.sharing.test_unserved import BURST, DELAYED, RATE, flood, metric
+from tests.gateway.api.test_unserved_rate import BURST, DELAYED, RATE, flood, metric
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -92,7 +92,7 @@ async def test_requests_of_clients_that_left_with_an_unread_body_end_at_once(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """They wait for their key's rate of unserved requests, here without end, and nothing reads their connections."""
-    SleepClock().put(monkeypatch, unserved)
+    SleepClock().put(monkeypatch, unserved_rate)
     async with serve(unserved_per_second=RATE) as gateway:
         acme = await gateway.tenant("acme")
         # Larger than aiohttp's buffer, and no larger than the sockets': the end of a connection follows its data.

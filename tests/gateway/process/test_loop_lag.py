@@ -11,7 +11,8 @@ from redis.asyncio import Redis
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.process.loop_lag import LoopLag, deadline
-from gateway.redis.client import QuotaStore, connect
+from gateway.quota.store import QuotaStore
+from gateway.redis.client import connect
 from testing.gateway.running import Gateway, until
 
 

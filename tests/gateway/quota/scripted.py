@@ -11,8 +11,8 @@ from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.recall import UNKNOWN
+from gateway.quota.store import KEYS
 from gateway.records.money.prices import Price
-from gateway.redis.client import KEYS
 
 SOURCE = script.source()
 CLOCK = "redis.call('TIME')"

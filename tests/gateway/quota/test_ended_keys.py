@@ -11,12 +11,13 @@ from gateway.quota import ended_keys
 from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
+from gateway.quota.store import QuotaStore
 from gateway.records.database import Database
 from gateway.records.money.prices import FREE
 from gateway.records.money.usage_sums import UsagePast
 from gateway.records.tables import api_keys, tenants
 from gateway.redis import sweeps
-from gateway.redis.client import Client, QuotaStore
+from gateway.redis.client import Client
 from testing.gateway.bases import only
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take

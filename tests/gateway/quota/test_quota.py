@@ -17,8 +17,9 @@ from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
+from gateway.quota.store import QuotaStore
 from gateway.records.money.prices import Price
-from gateway.redis.client import Client, QuotaStore, connect
+from gateway.redis.client import Client, connect
 from gateway.redis.sweeps import TENANTS
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take

@@ -16,7 +16,8 @@ import pytest
 from gateway.api.requests import memory as body_memory
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.pieces import FREE_CHUNKS
-from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, PromptReader
+from gateway.billing.inference_request import InferenceRequest
 from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream

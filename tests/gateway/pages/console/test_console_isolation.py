@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.api.route import Route
-from gateway.api.routes import ROUTES
+from gateway.route_table import ROUTES
 from testing.gateway.running import HI, Answer, Browser, Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
 

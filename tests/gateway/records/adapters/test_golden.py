@@ -8,12 +8,12 @@ import pytest
 from sqlalchemy import func, select, update
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
-from gateway.fleet.engine import EngineSoftware
 from gateway.records.adapters import golden
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.rows import lock_known_name
+from gateway.records.bases.base import EngineSoftware
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, golden_answers, golden_checks
 from gateway.records.tenants.tenants import Tenants

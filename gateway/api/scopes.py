@@ -6,9 +6,9 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.access.auth import Authenticator, TenantPrincipal
-from gateway.access.page_guard import PageGuard
 from gateway.access.roles import Role, check_role
 from gateway.access.sessions import VISITOR
+from gateway.api.page_guard import PageGuard
 from gateway.records.keys.keys import KEY_ID
 from gateway.records.keys.watched import SESSION_ITSELF
 from gateway.sharing.rounds import Rounds

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.access.throttle import client_network
 from gateway.api.access_log import PROBES
 from gateway.api.idempotency import REPLAYED
 from gateway.api.requests.pieces import COST
-from gateway.caller import CALLER, Caller
+from gateway.caller import CALLER, Caller, client_network
 from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds

@@ -12,10 +12,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from gateway.api import unserved_rate
 from gateway.caller import CALLER, Caller
 from gateway.metrics import Metrics
 from gateway.records.adapters.uploads import Uploads
-from gateway.sharing import rounds, unserved
+from gateway.sharing import rounds
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -37,7 +38,7 @@ async def metric(gateway: Gateway, name: str) -> float:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SleepClock:
     """Return the clock of the buckets. It stands still, so that a stall refills none."""
     clock = SleepClock()
-    clock.put(monkeypatch, unserved)
+    clock.put(monkeypatch, unserved_rate)
     return clock
 
 
@@ -91,8 +92,8 @@ async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, up
 async def test_refusals_beyond_the_first_ones_begin_at_a_distance(
     serve: Any, upstream: Upstream, clock: SleepClock, monkeypatch: pytest.MonkeyPatch
 ):
-    rest, free = 0.05, int(unserved.FREE_SECONDS * RATE)
-    monkeypatch.setattr(unserved, "REST_SECONDS", rest)
+    rest, free = 0.05, int(unserved_rate.FREE_SECONDS * RATE)
+    monkeypatch.setattr(unserved_rate, "REST_SECONDS", rest)
     async with serve(unserved_per_second=RATE) as gateway:
         mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
         began = time.monotonic()
@@ -107,7 +108,7 @@ async def test_refusals_beyond_the_first_ones_begin_at_a_distance(
 
 def refused_calls(rate: float) -> Any:
     """Return a function that sends a request of one address through the rate limit to a handler that refuses it."""
-    limit, numbers = unserved.UnservedRate(rate, lambda secret: False, Metrics()).middleware(), itertools.count()
+    limit, numbers = unserved_rate.UnservedRate(rate, lambda secret: False, Metrics()).middleware(), itertools.count()
     # Each mocked request takes 2 ms to make, and nothing here changes it.
     request = make_mocked_request("GET", "/v1/none")
 
@@ -124,7 +125,7 @@ def refused_calls(rate: float) -> Any:
 async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyond_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(unserved, "ADDRESS_SECONDS", 1.0)
+    monkeypatch.setattr(unserved_rate, "ADDRESS_SECONDS", 1.0)
     # Rests of requests that had not begun would show.
     monkeypatch.setattr(rounds, "MAX_REST_SECONDS", 600.0)
     call = refused_calls(20.0)
@@ -135,13 +136,13 @@ async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyon
     done = await asyncio.gather(*tasks, return_exceptions=True)
     assert sum(isinstance(result, asyncio.CancelledError) for result in done) > 2900
     # Without a limit, it would wait for more than two minutes.
-    assert await asyncio.wait_for(call(), unserved.ADDRESS_SECONDS + 60.0) == 404
+    assert await asyncio.wait_for(call(), unserved_rate.ADDRESS_SECONDS + 60.0) == 404
 
 
 async def test_a_rest_is_not_longer_than_the_rate_requires(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unserved, "REST_SECONDS", 25.0)
+    monkeypatch.setattr(unserved_rate, "REST_SECONDS", 25.0)
     monkeypatch.setattr(rounds, "MAX_REST_SECONDS", 600.0)
-    monkeypatch.setattr(unserved, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(unserved_rate, "FREE_SECONDS", 0.0)
     call = refused_calls(100.0)
     began = time.monotonic()
     for _ in range(20):
@@ -174,7 +175,7 @@ async def test_requests_whose_client_leaves_count(serve: Any, upstream: Upstream
     rate, beyond = 2.0, 20
     async with serve(unserved_per_second=rate) as gateway:
         mallory = await gateway.tenant("mallory", max_concurrent=1000)
-        number = int(rate * unserved.BURST_SECONDS) + beyond
+        number = int(rate * unserved_rate.BURST_SECONDS) + beyond
         sent = [asyncio.ensure_future(mallory.complete(x_engine={"delay": 60.0})) for _ in range(number)]
 
         async def arrived() -> bool:
@@ -308,7 +309,7 @@ async def test_deleted_keys_that_are_used_in_turn_count_although_they_are_forgot
     serve: Any, upstream: Upstream, clock: SleepClock, monkeypatch: pytest.MonkeyPatch
 ):
     """A tenant that had made more keys than are remembered had no rate at all."""
-    monkeypatch.setattr(unserved, "MAX_OWNERS", 12)
+    monkeypatch.setattr(unserved_rate, "MAX_OWNERS", 12)
     clock.go.set()
     async with serve(unserved_per_second=RATE) as gateway:
         gateway.admin = gateway.client((await gateway.admin.post("/admin/api/keys")).json["key"])
@@ -316,7 +317,7 @@ async def test_deleted_keys_that_are_used_in_turn_count_although_they_are_forgot
         assert (await acme.get("/v1/models")).status == 200
         await gateway.tenant("gone")
         path = "/admin/api/tenants/gone"
-        keys = [(await gateway.admin.post(f"{path}/keys")).json["key"] for _ in range(2 * unserved.MAX_OWNERS)]
+        keys = [(await gateway.admin.post(f"{path}/keys")).json["key"] for _ in range(2 * unserved_rate.MAX_OWNERS)]
         assert (await gateway.admin.call("DELETE", path)).status == 200
         for _ in range(2):
             for key in keys:
@@ -346,7 +347,7 @@ async def test_the_keys_of_a_tenant_together_have_a_rate_too(serve: Any, upstrea
 
         await until(lambda: is_delayed(gateway))
         # Another tenant is served at once. Its own reads above are paid off.
-        clock.now += 2 * unserved.BURST_SECONDS
+        clock.now += 2 * unserved_rate.BURST_SECONDS
         async with asyncio.timeout(30):
             await read_twice(acme)
         assert not readers.done()

@@ -12,8 +12,9 @@ from redis.exceptions import ResponseError
 
 from gateway.errors import Unavailable
 from gateway.quota.fallback import Check
+from gateway.quota.store import QuotaStore
 from gateway.redis import key_format
-from gateway.redis.client import Client, QuotaStore
+from gateway.redis.client import Client
 
 log = logging.getLogger(__name__)
 
