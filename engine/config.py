@@ -15,7 +15,7 @@ KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
 CoreForm = Literal["process", "thread"]
-ToolCallParser = Literal["hermes", "llama3_json"]
+ToolFormatName = Literal["hermes", "llama3_json"]
 MetricsNames = Literal["loraplex", "vllm"]
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -214,7 +214,7 @@ class ServerConfig:
     lora_modules: tuple[tuple[str, Path], ...] = option((), help="Adapter folders to serve under given names.")
     max_waiting: int = option(1024, least=0, help="Maximum waiting requests; further requests get 503.")
     finished_file: Path | None = option(None, help="File that keeps the usage of finished requests over restarts.")
-    tool_call_parser: ToolCallParser | None = option(
+    tool_call_parser: ToolFormatName | None = option(
         None, help="Format of tool calls; default: from the chat template."
     )
     gateways: tuple[str, ...] = option(

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine.answering.sequence import Delta, EncodedLogprobs
-from engine.answering.tool_calls import CallDelta, Parsed, ToolCallParser
+from engine.answering.tool_calls.parser import CallDelta, Parsed, ToolCallParser
 from engine.scheduling.request import TokenLogprobs
 from wire.chat import NamedTool
 from wire.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest

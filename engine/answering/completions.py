@@ -20,7 +20,7 @@ from engine.answering.running import Asked, Run
 from engine.answering.sampling import sampling_params
 from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
-from engine.answering.tool_calls import ToolCallParser, ToolFormat
+from engine.answering.tool_calls.format import ToolFormat
 from engine.answering.usage_log import UsageLog
 from engine.metrics.metrics import Metrics
 from engine.sampling_defaults import SamplingDefaults
@@ -81,7 +81,7 @@ class GenerationRoutes:
                 )
             parallel = body.parallel_tool_calls is not False
             names = [tool.function.name for tool in body.tools]
-            parsers = [ToolCallParser(form, names, parallel) for _ in range(body.n or 1)]
+            parsers = [form.parser(names, parallel) for _ in range(body.n or 1)]
             shown_ids |= self.tokenizer.special_ids & {self.tokenizer.token_id(marker) for marker in form.markers}
             if body.must_call:
                 spec = await offload(len(raw), lambda: form.grammar(body.tools or [], body.tool_choice, parallel))

@@ -22,7 +22,7 @@ from engine.answering.errors import IS_INTERNAL, ApiError
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry
 from engine.answering.throughput_log import log_throughput
-from engine.answering.tool_calls import FORMATS, format_of
+from engine.answering.tool_calls.table import FORMATS, format_of
 from engine.answering.usage_log import UsageLog
 from engine.config import EngineConfig, ServerConfig
 from engine.core.client import Core

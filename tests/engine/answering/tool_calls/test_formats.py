@@ -1,16 +1,20 @@
 """The two forms of tool calls, whole and split at any position: every split gives the same outcome."""
 
 import random
+from typing import get_args
 
 import pytest
 
-from engine.answering.call_scanner import CallScanner
-from engine.answering.tool_calls import FORMATS, HERMES, LLAMA3_JSON, ToolCallParser, ToolFormat, format_of
+from engine.answering.tool_calls.format import ToolFormat
+from engine.answering.tool_calls.scanner import CallScanner
+from engine.answering.tool_calls.table import FORMATS, format_of
+from engine.config import ToolFormatName
 from tests.engine.answering.tools import TEMPLATES
 from wire.chat import FunctionDefinition, Tool
 from wire.errors import BadRequest
 
 NAMES = ("f", "g")
+HERMES, LLAMA3_JSON = FORMATS["hermes"], FORMATS["llama3_json"]
 CASES = [
     (HERMES, 'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": "}<tool_call>\\"", "b": [1, {}]}}\n</tool_call>',
      "Sure.", [("f", '{"a": "}<tool_call>\\"", "b": [1, {}]}')]),
@@ -37,7 +41,7 @@ CASES = [
 
 
 def read(form: ToolFormat, pieces: list[str], parallel: bool = True) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser(form, NAMES, parallel)
+    parser = form.parser(NAMES, parallel)
     content, calls, ids = "", [], set()
     for parsed in [*map(parser.push, pieces), parser.finish()]:
         content += parsed.content
@@ -52,7 +56,9 @@ def read(form: ToolFormat, pieces: list[str], parallel: bool = True) -> tuple[st
     return content, [(name, arguments) for name, arguments in calls]
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES, ids=[f"{c[0].name}-{c[1][:30]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"), CASES, ids=[f"{type(c[0]).__name__}-{c[1][:30]}" for c in CASES]
+)
 def test_calls_and_content_however_the_text_is_cut(form, text, content, calls):
     assert read(form, [text]) == (content, calls)
     assert read(form, list(text)) == (content, calls)
@@ -64,7 +70,7 @@ def test_calls_and_content_however_the_text_is_cut(form, text, content, calls):
 
 
 def test_arguments_go_out_before_they_are_complete():
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = HERMES.parser(NAMES)
     assert parser.push("I'll look. <tool_call>").content == "I'll look."
     first = parser.push('{"name": "f", "arguments": {"city": "Os').calls
     assert [(c.name, c.arguments) for c in first] == [("f", '{"city": "Os')]
@@ -87,7 +93,7 @@ def test_a_long_value_costs_the_same_late_as_early(monkeypatch: pytest.MonkeyPat
         longest = max([longest, *map(len, scanner._token[-1:])])
 
     monkeypatch.setattr(CallScanner, "_read", counted)
-    parser, text = ToolCallParser(HERMES, NAMES), '{"arguments": {"x": "' + "a" * 20_000
+    parser, text = HERMES.parser(NAMES), '{"arguments": {"x": "' + "a" * 20_000
     parser.push("<tool_call>")
     for start in range(0, len(text), 10):
         parser.push(text[start : start + 10])
@@ -95,6 +101,10 @@ def test_a_long_value_costs_the_same_late_as_early(monkeypatch: pytest.MonkeyPat
         assert len(parser._scanner._raw[-1]) <= 10
     assert read == len(text)
     assert longest == 1, "a text that grows by appending is copied each time"
+
+
+def test_every_name_of_the_flag_has_a_format():
+    assert set(FORMATS) == set(get_args(ToolFormatName))
 
 
 @pytest.mark.parametrize("name", FORMATS)
