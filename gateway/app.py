@@ -10,7 +10,7 @@ from gateway.api.page_guard import PageGuard
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY
 from gateway.api.requests.query import known_parameters
-from gateway.api.requests.unread import UnreadBodies
+from gateway.api.requests.refused_bodies import UnreadBodies
 from gateway.api.scopes import AUTH, Guards
 from gateway.api.unserved_rate import UnservedRate
 from gateway.billing.ledger import Ledger

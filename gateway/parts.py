@@ -18,6 +18,7 @@ from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
 from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.attempts import Attempts
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
@@ -25,7 +26,6 @@ from gateway.fleet.drains import Drains
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.engine_tokenizer import EngineTokenizer
 from gateway.fleet.fairness import Fairness
-from gateway.fleet.gates import Gates
 from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.history import History
 from gateway.fleet.isolation import Isolation

@@ -25,7 +25,7 @@ import msgspec
 
 from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
-from gateway.access.running import RunningRequests
+from gateway.access.running_requests import RunningRequests
 from gateway.access.validity import problem_of
 from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey

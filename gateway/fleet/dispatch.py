@@ -13,12 +13,12 @@ import msgspec
 from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
 from gateway.fleet.deaths import Suspicion
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
-from gateway.fleet.gates import Gates
 from gateway.fleet.isolation import Isolation, NotAlone
 from gateway.fleet.own_requests import InFlight, NamedBody
 from gateway.fleet.prefetch import Prefetch

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.gates import Gates
 from gateway.fleet.queue import Place, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
 from wire.bounded_dict import BoundedDict

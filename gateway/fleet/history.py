@@ -8,8 +8,8 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from wire.responses import StepSecond
 

@@ -22,13 +22,13 @@ from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, adapter_limits, limits_of
+from gateway.quota.live_gateways import Presence
+from gateway.quota.open_leases import read_notes
 from gateway.quota.peek import Left, peek
-from gateway.quota.presence import Presence
 from gateway.quota.recall import UNKNOWN, Past, Recall
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
-from gateway.quota.running import read_notes
 from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation

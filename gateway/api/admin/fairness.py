@@ -8,8 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gateway.api.answers import row_struct
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
-from gateway.fleet.gates import Gates
 
 # Maximum number of tenants with a curve of their own.
 MAX_CURVES = 8

@@ -17,7 +17,7 @@ from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.scopes import ACTOR
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
-from gateway.fleet.gates import Gates
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.queue import TenantPlaces
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Iterable
 
 from gateway.api.golden.checking import GoldenChecks
 from gateway.errors import GatewayError, Unavailable
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked

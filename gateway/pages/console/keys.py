@@ -13,9 +13,9 @@ from gateway.api.page_guard import FORM
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.edits import again_if_changed
 from gateway.pages.parts.examples import KeyExamples
+from gateway.pages.parts.form_checks import form_errors, is_confirmed
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.gates import Gates
 from gateway.fleet.health import Health as EngineHealth
 from gateway.fleet.registry import Registry
 

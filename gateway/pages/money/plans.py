@@ -11,8 +11,8 @@ from gateway.api.requests.fields import parse_text
 from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
 from gateway.pages.parts.edits import Edit, again_if_changed, merge, shown_values
+from gateway.pages.parts.form_checks import form_errors, is_confirmed, read_form, typing_error
 from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table

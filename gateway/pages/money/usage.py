@@ -22,6 +22,7 @@ from gateway.pages.parts.periods import (
     whole,
 )
 from gateway.pages.parts.tables import ROWS, Column, read_table
+from gateway.records.concurrent_reads import together
 from gateway.records.money.ranked_groups import (
     CURVES,
     GROUPS,
@@ -36,7 +37,6 @@ from gateway.records.money.ranked_groups import (
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import can_sum_end_users
 from gateway.records.money.usage_steps import by_day, total_of
-from gateway.records.together import together
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")

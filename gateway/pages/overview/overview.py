@@ -19,7 +19,7 @@ from gateway.pages.parts.charts import means
 from gateway.pages.parts.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
-from gateway.records.together import together
+from gateway.records.concurrent_reads import together
 from wire.money import MICRO_UNITS
 
 PERIODS = ("1h", "24h", "7d", "30d")

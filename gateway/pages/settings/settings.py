@@ -11,7 +11,7 @@ from gateway.api.requests.fields import parse_text, read_number
 from gateway.api.scopes import ACTOR
 from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import is_confirmed, typing_error
+from gateway.pages.parts.form_checks import is_confirmed, typing_error
 from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_page, read_table, send_csv

@@ -13,7 +13,7 @@ from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest, Conflict
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import is_confirmed, typing_error
+from gateway.pages.parts.form_checks import is_confirmed, typing_error
 from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST

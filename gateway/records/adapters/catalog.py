@@ -17,15 +17,15 @@ from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.adapters.aliases import Aliases
 from gateway.records.adapters.canary import InTurn, choose_for
 from gateway.records.adapters.limits import check_bytes
-from gateway.records.adapters.meanings import meanings
 from gateway.records.adapters.pushes import Push
+from gateway.records.adapters.reference_targets import meanings
 from gateway.records.adapters.removed_versions import removed_since, settle_removed
 from gateway.records.adapters.rows import READY, State, Version, check_possible, is_over, read_version, unknown_name
 from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Versions
 from gateway.records.bases.base import FIRST, BaseRetired, Binding, suspect_name
-from gateway.records.bases.current import taken_by_base
+from gateway.records.bases.base_checks import taken_by_base
 from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database

@@ -20,7 +20,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
-from gateway.records.requests.owned import in_order, owned
+from gateway.records.requests.rows_of_owner import in_order, owned
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant

@@ -40,7 +40,7 @@ from gateway.records.adapters.rows import (
 )
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
-from gateway.records.bases.current import check_not_base
+from gateway.records.bases.base_checks import check_not_base
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.requests.unread import UnreadBodies, _owner
+from gateway.api.requests.refused_bodies import UnreadBodies, _owner
 from gateway.caller import CALLER, Caller
 from testing.gateway.running import Client, Gateway
 from tests.gateway.api.requests.test_bodies import answered, connected, head

@@ -7,8 +7,8 @@ import pytest
 
 from gateway.api.golden.upgrades import idle_engines
 from gateway.errors import Overloaded
+from gateway.fleet.base_queues import Gates
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.gates import Gates
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Capacity, Place
 from gateway.fleet.service_counters import ServiceCounters
