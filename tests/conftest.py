@@ -67,7 +67,7 @@ SLOW = (
     "gateway/api/adapters/test_adapters.py",
     "gateway/fleet/test_sleeping.py",
     "gateway/records/adapters/test_versions.py",
-    "gateway/test_command_line.py",
+    "loraplex/commands/test_command_line.py",
     "gateway/api/inference/test_completions.py",
     "kernels/cpu/test_native.py",
     "gateway/api/test_tenant_isolation.py",
@@ -90,7 +90,7 @@ SLOW = (
     "gateway/billing/test_ledger.py",
     "engine/core/test_deaths.py",
     "gateway/billing/test_writer.py",
-    "gateway/test_partition_command.py",
+    "loraplex/commands/test_usage_partition.py",
 )
 # The import of transformers, its models and peft takes 7 s, so one process runs these.
 WITH_TRANSFORMERS = frozenset(
@@ -111,7 +111,7 @@ WITH_TRANSFORMERS = frozenset(
         "engine/test_quantised_base",
         "engine/test_w8a8_base",
         "gateway/api/requests/test_prompts",
-        "loraplex/test_demo_model",
+        "loraplex/test_models",
         "wire/text/test_tokenizer",
     )
 )

@@ -55,7 +55,9 @@ def _shared_statements() -> Iterator[None]:
     create = database_module.create_async_engine
 
     def create_sharing(url: URL, **options: Any) -> Any:
-        return create(url, execution_options={"compiled_cache": caches[url.get_backend_name()]}, **options)
+        # A second conftest.py may import this fixture, which then runs inside itself.
+        options |= {"execution_options": {"compiled_cache": caches[url.get_backend_name()]}}
+        return create(url, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database_module, "create_async_engine", create_sharing)

@@ -8,18 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from testing.gateway.running import ADMIN_KEY
-from tests.gateway.conftest import (  # noqa: F401  (fixtures)
-    gateway,
-    migrated,
-    model_dir,
-    redis_url,
-    serve,
-    upstream,
-)
 from tests.loraplex.test_cli import run
 
 
-async def test_a_named_command_has_the_data_directory_and_the_gateway_that_were_given(serve: Any, tmp_path: Path):  # noqa: F811
+async def test_a_named_command_has_the_data_directory_and_the_gateway_that_were_given(serve: Any, tmp_path: Path):
     folder = tmp_path / "my data"
     folder.mkdir()
     async with serve() as running:
