@@ -236,6 +236,20 @@ def test_prose(rule):
     assert not found
 
 
+def test_files_that_the_sources_name_exist():
+    """A comment may name a file by its last folders only."""
+    files = [path.relative_to(ROOT).parts for floor in FLOORS for path in (ROOT / floor).rglob("*.*")]
+    files += [path.relative_to(ROOT).parts for path in PYTHON]
+    ends = {"/".join(parts[start:]) for parts in files for start in range(len(parts))}
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in SOURCES
+        for name in re.findall(r"(?<![\w/.{*}-])((?:[\w-]+/)*[\w-]+\.(?:py|lua))\b", path.read_text())
+    }
+    assert len(named) > 100
+    assert not {(path, name) for path, name in named if name not in ends}
+
+
 def test_files_are_small():
     tests = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "testing").rglob("*.py")])
     long = {str(p.relative_to(ROOT)): n for p in SOURCES + tests if (n := len(p.read_text().splitlines())) > MAX_LINES}

@@ -1,6 +1,6 @@
 """Activity of a period for charts: sums, percentiles and curves of requests, by tenant, model or engine.
 
-Every query reads the sums by minute, hour and day (activity_tables.py) in the longest periods that fit, so its cost
+Every query reads the sums by minute, hour and day (`tables.py`) in the longest periods that fit, so its cost
 depends on the length of the period and the number of series, not on the number of requests.
 """
 
