@@ -156,7 +156,7 @@ async def admissions(tenants: int, waiting: int) -> list[Cost]:
     gate = Gate(lambda: capacity, counters, waiting + 1, 3600.0)
     for number in range(tenants):
         counters.enter(f"tenant-{number}", 1.0)
-        counters.charge(f"tenant-{number}", float(number % 100))
+        counters.add_service(f"tenant-{number}", float(number % 100))
 
     async def enter() -> None:
         async with gate.enter(Place(uuid.uuid4().hex, 1.0, 0, 100)):
@@ -196,7 +196,7 @@ async def exchanges(url: str, tenants: int) -> list[Cost]:
 
     async def exchange() -> None:
         for number in range(tenants):
-            counters.charge(f"{number:032x}", 10.0)
+            counters.add_service(f"{number:032x}", 10.0)
         await shared.exchange()
 
     await exchange()

@@ -300,7 +300,7 @@ class Simulation:
             await asyncio.sleep(interval(max(gateway.counters.number for gateway in self._gateways)))
             sent = []
             for gateway in self._gateways:
-                gateway.gate.charge()
+                gateway.gate.count_generated()
                 sent.append(changes := gateway.counters.changes())
                 self.result.active = max(self.result.active, len(changes))
             processes = Counter(change.tenant for changes in sent for change in changes if change.is_active)

@@ -126,14 +126,14 @@ class Lifecycle:
         await serving.drains.read()
         await serving.registry.poll()
         watching = serving.registry.watch(serving.gate.admit)
-        sharing = serving.shared_service.watch(serving.gate.charge, serving.gate.admit)
+        sharing = serving.shared_service.watch(serving.gate.count_generated, serving.gate.admit)
         async with (
             running(watching),
             running(serving.drains.watch()),
             running(serving.history.watch()),
             running(serving.fairness.watch()),
             running(sharing),
-            running(serving.engine_service.watch(serving.gate.charge)),
+            running(serving.engine_service.watch(serving.gate.count_generated)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
             running(serving.kept_engine.watch()),

@@ -58,10 +58,10 @@ class Gates:
         """Return the longest wait of the waiting requests, in seconds."""
         return max((gate.longest_wait for gate in self._gates.values()), default=0.0)
 
-    def charge(self) -> None:
-        """Charge the tenants for the tokens that their requests have generated since the last call."""
+    def count_generated(self) -> None:
+        """Add the tokens that requests have generated since the last call to their tenants' service."""
         for gate in self._gates.values():
-            gate.charge()
+            gate.count_generated()
 
     def admit(self) -> None:
         """Admit as many waiting requests as there is room for."""

@@ -1,7 +1,7 @@
 """Shares of the tenants in the service that this gateway process passed on: the last minute and the last hour, in
 memory. Bounded.
 
-Service is measured in cost units, as the queue charges it. A tenant's fair share of a sample, its due, is its weight
+Service is measured in cost units, as the queue counts it. A tenant's fair share of a sample, its due, is its weight
 divided by the total weight of the tenants with requests in the sample. A tenant that requests less than its due also
 gets less, so only a tenant that waits and stays below its due is treated unfairly.
 """
@@ -117,41 +117,41 @@ class _Known(NamedTuple):
 
 
 class Fairness:
-    """Samples of one gateway process. The queue calls it for each charge and each admission."""
+    """Samples of one gateway process. The queue calls it for each addition of service and each admission."""
 
     def __init__(self, gate: Gates, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]) -> None:
         self._gate = gate
         self._engines = engines
         self.since = time.time()
-        self._charged: dict[str, float] = {}
+        self._service: dict[str, float] = {}
         # In the order of last use, the oldest first.
         self._known = BoundedDict[str, _Known](MAX_KNOWN)
         self._waits: deque[tuple[float, float]] = deque(maxlen=ALL_WAITS)
         self._recent: deque[Sums] = deque(maxlen=NOW_SAMPLES)
         self.points: deque[Sums] = deque(maxlen=MAX_POINTS)
-        counters.observe_charge = self._charge
+        counters.observe_service = self._add_service
         gate.observe_admission = self._admit
 
     async def watch(self) -> None:
         """Take samples until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            self._gate.charge()
+            self._gate.count_generated()
             self.sample()
 
     def sample(self) -> None:
         """Add a sample of the service since the last one."""
-        charged, self._charged = self._charged, {}
+        service, self._service = self._service, {}
         places, engine_waits = self._gate.tenants(), self._engine_waits()
         for tenant_id, row in places.items():
             self._see(tenant_id, row.tenant, row.weight)
-        active = {each: self._known[each].weight for each in {*charged, *places} if each in self._known}
-        taken = Sums(at=int(time.time()), samples=1, total=max(0.0, sum(charged.values())))
+        active = {each: self._known[each].weight for each in {*service, *places} if each in self._known}
+        taken = Sums(at=int(time.time()), samples=1, total=max(0.0, sum(service.values())))
         weights = sum(active.values())
         waiting = {each for each in active if engine_waits[each] or (each in places and places[each].waiting)}
-        kept = sorted(active, key=lambda each: (each in waiting, charged.get(each, 0.0)), reverse=True)[:MAX_TENANTS]
+        kept = sorted(active, key=lambda each: (each in waiting, service.get(each, 0.0)), reverse=True)[:MAX_TENANTS]
         for tenant_id in kept:
-            taken.service[tenant_id] = max(0.0, charged.get(tenant_id, 0.0))
+            taken.service[tenant_id] = max(0.0, service.get(tenant_id, 0.0))
             taken.due[tenant_id] = taken.total * active[tenant_id] / weights
             taken.waited[tenant_id] += tenant_id in waiting
         self._recent.append(taken)
@@ -252,8 +252,8 @@ class Fairness:
                 waits[each.tenant] += each.waiting
         return waits
 
-    def _charge(self, tenant_id: str, cost: float) -> None:
-        self._charged[tenant_id] = self._charged.get(tenant_id, 0.0) + cost
+    def _add_service(self, tenant_id: str, service: float) -> None:
+        self._service[tenant_id] = self._service.get(tenant_id, 0.0) + service
 
     def _admit(self, place: Place, seconds: float) -> None:
         wait = (time.monotonic(), seconds)

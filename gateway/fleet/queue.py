@@ -71,9 +71,9 @@ class Place:
     """The place of a request, waiting or with an engine.
 
     tenant_name: shown to operators. priority: the tenant's; lower numbers go first. tokens: number of the prompt's
-    tokens. completion_tokens: returns the number of tokens generated so far. charged: number of generated tokens that
-    the tenant has been charged for. deadline: orders the tenant's own requests, in seconds of `time.monotonic`.
-    count_service: called with each charge for generated tokens. on_wait: called if the request has to wait.
+    tokens. completion_tokens: returns the number of tokens generated so far. counted: number of generated tokens that
+    are in the tenant's service. deadline: orders the tenant's own requests, in seconds of `time.monotonic`.
+    count_service: called with the service of generated tokens. on_wait: called if the request has to wait.
     """
 
     tenant_id: str
@@ -82,7 +82,7 @@ class Place:
     tokens: int
     completion_tokens: Callable[[], int] = _no_tokens
     tenant_name: str = ""
-    charged: int = 0
+    counted: int = 0
     count_service: Callable[[float], None] = _ignore
     on_wait: Callable[[], None] = _nothing
     arrival: int = 0
@@ -136,7 +136,7 @@ class Gate:
     async def enter(self, place: Place) -> AsyncIterator[None]:
         """Wait for admission, then hold the place until the block ends or `free` is called. Raises Overloaded.
 
-        The tenant is charged for the prompt at admission, and for generated tokens by `charge` and at the end.
+        The prompt is added to the tenant's service at admission, generated tokens by `count_generated` and at the end.
         """
         self._counters.enter(place.tenant_id, place.weight)
         self._arrivals += 1
@@ -151,7 +151,7 @@ class Gate:
                 yield
             finally:
                 self._admitted.remove(place)
-                self._charge(place)
+                self._count_generated(place)
                 self._step_out(place)
         finally:
             self._counters.leave(place.tenant_id)
@@ -162,22 +162,22 @@ class Gate:
         self._step_out(place)
         self.admit()
 
-    def charge(self) -> None:
-        """Charge the tenants for the tokens that their requests have generated since the last call."""
+    def count_generated(self) -> None:
+        """Add the tokens that requests have generated since the last call to their tenants' service."""
         for place in self._admitted:
-            self._charge(place)
+            self._count_generated(place)
 
     def admit(self) -> None:
         """Admit as many waiting requests as there is room for. Call it also when the engines may have more room.
 
-        Each prompt is charged before the next request is chosen (VTC, algorithm 2); otherwise one tenant would get all
+        Each prompt is counted before the next request is chosen (VTC, algorithm 2); otherwise one tenant would get all
         places that become free together.
         """
         while (place := self._next()) is not None:
             if self._end_wait(place, True):
                 self._inside[place.tenant_id] += 1
                 self._num_inside += 1
-                self._counters.charge(place.tenant_id, place.tokens * PROMPT_TOKEN)
+                self._counters.add_service(place.tenant_id, place.tokens * PROMPT_TOKEN)
 
     @property
     def longest_wait(self) -> float:
@@ -226,13 +226,13 @@ class Gate:
         """Return the number of places that the tenant gets without a wait: at least one."""
         return max(1, int(places * self._counters.share(tenant_id)))
 
-    def _charge(self, place: Place) -> None:
+    def _count_generated(self, place: Place) -> None:
         tokens = place.completion_tokens()
-        if tokens > place.charged:
-            cost = (tokens - place.charged) * OUTPUT_TOKEN
-            self._counters.charge(place.tenant_id, cost)
-            place.count_service(cost)
-            place.charged = tokens
+        if tokens > place.counted:
+            service = (tokens - place.counted) * OUTPUT_TOKEN
+            self._counters.add_service(place.tenant_id, service)
+            place.count_service(service)
+            place.counted = tokens
 
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
@@ -266,7 +266,7 @@ class Gate:
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
                 self._leave(place.tenant_id)
-                self._counters.charge(place.tenant_id, -place.tokens * PROMPT_TOKEN)
+                self._counters.add_service(place.tenant_id, -place.tokens * PROMPT_TOKEN)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise

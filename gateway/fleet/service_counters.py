@@ -14,13 +14,13 @@ from typing import NamedTuple
 class Change(NamedTuple):
     """Part of an exchange: a tenant's weight, its service since the last exchange, and whether it is active here."""
 
-    tenant: str
+    tenant_id: str
     weight: float
     service: float
     is_active: bool
 
 
-def _ignore(_tenant: str, _cost: float) -> None:
+def _ignore(_tenant_id: str, _service: float) -> None:
     pass
 
 
@@ -32,11 +32,11 @@ class ServiceCounters:
     """Counters of this process. Without exchanges, they count its own service only."""
 
     def __init__(self) -> None:
-        # Called with a tenant and each cost charged to it; a refund is negative.
-        self.observe_charge: Callable[[str, float], None] = _ignore
+        # Called with a tenant's id and each service added; a refund is negative.
+        self.observe_service: Callable[[str, float], None] = _ignore
         # Called when a tenant enters while none is known.
         self.observe_first: Callable[[], None] = _ignore_first
-        # Called with a tenant after a change of its counter, or with None after a change of all counters.
+        # Called with a tenant's id after a change of its counter, or with None after a change of all counters.
         self._watchers: list[Callable[[str | None], None]] = []
         self._requests: Counter[str] = Counter()
         # Tenants with a request since the last exchange: a request may come and go between two of them.
@@ -56,24 +56,24 @@ class ServiceCounters:
         """Call `watcher` after each change of counters of tenants with requests: see `_watchers`."""
         self._watchers.append(watcher)
 
-    def enter(self, tenant: str, weight: float) -> None:
+    def enter(self, tenant_id: str, weight: float) -> None:
         """Count a request of the tenant as present, until `leave`."""
         if not self._weights:
             self.observe_first()
-        self._weight_here += weight - (self._weights[tenant] if tenant in self._requests else 0.0)
-        if tenant not in self._requests:
-            unshared = self._unshared.get(tenant, 0.0)
-            self._shared[tenant] = max(self._shared.get(tenant, 0.0), self._least() - unshared)
-            self._bound(tenant)
-        self._requests[tenant] += 1
-        self._seen.add(tenant)
-        self._weights[tenant] = weight
+        self._weight_here += weight - (self._weights[tenant_id] if tenant_id in self._requests else 0.0)
+        if tenant_id not in self._requests:
+            unshared = self._unshared.get(tenant_id, 0.0)
+            self._shared[tenant_id] = max(self._shared.get(tenant_id, 0.0), self._least() - unshared)
+            self._bound(tenant_id)
+        self._requests[tenant_id] += 1
+        self._seen.add(tenant_id)
+        self._weights[tenant_id] = weight
 
-    def leave(self, tenant: str) -> None:
-        self._requests[tenant] -= 1
-        if not self._requests[tenant]:
-            del self._requests[tenant]
-            self._weight_here -= self._weights[tenant]
+    def leave(self, tenant_id: str) -> None:
+        self._requests[tenant_id] -= 1
+        if not self._requests[tenant_id]:
+            del self._requests[tenant_id]
+            self._weight_here -= self._weights[tenant_id]
         if not self._requests:
             self._weight_here = 0.0
 
@@ -82,32 +82,32 @@ class ServiceCounters:
         """Return the number of tenants that the next exchange has."""
         return len(self._weights)
 
-    def counter(self, tenant: str) -> float:
-        return self._shared.get(tenant, 0.0) + self._unshared.get(tenant, 0.0)
+    def counter(self, tenant_id: str) -> float:
+        return self._shared.get(tenant_id, 0.0) + self._unshared.get(tenant_id, 0.0)
 
-    def charge(self, tenant: str, cost: float) -> None:
-        """Add `cost / weight` to the tenant's counter."""
-        self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
-        if cost < 0:
-            self._bound(tenant)
+    def add_service(self, tenant_id: str, service: float) -> None:
+        """Add `service / weight` to the tenant's counter. service: in cost units; a refund is negative."""
+        self._unshared[tenant_id] = self._unshared.get(tenant_id, 0.0) + service / self._weights[tenant_id]
+        if service < 0:
+            self._bound(tenant_id)
         for changed in self._watchers:
-            changed(tenant)
-        self.observe_charge(tenant, cost)
+            changed(tenant_id)
+        self.observe_service(tenant_id, service)
 
-    def share(self, tenant: str) -> float:
+    def share(self, tenant_id: str) -> float:
         """Return the tenant's part of all engines' places in this process: its weight over the weights of all active
         tenants, divided by the number of processes where it is active.
         """
         weight = self._weight_here + self._weight_elsewhere
-        return self._weights[tenant] / weight / self._processes.get(tenant, 1)
+        return self._weights[tenant_id] / weight / self._processes.get(tenant_id, 1)
 
     def changes(self) -> list[Change]:
         """Return the active tenants, those that were active in the last exchange, and all service since then."""
         active = self._seen | self._requests.keys()
         self._seen = set()
         return [
-            Change(tenant, weight, self._unshared.get(tenant, 0.0), tenant in active)
-            for tenant, weight in self._weights.items()
+            Change(tenant_id, weight, self._unshared.get(tenant_id, 0.0), tenant_id in active)
+            for tenant_id, weight in self._weights.items()
         ]
 
     def exchanged(self, sent: list[Change], weight_everywhere: float, results: list[tuple[float, int]]) -> None:
@@ -117,12 +117,12 @@ class ServiceCounters:
         """
         self._weight_elsewhere = max(0.0, weight_everywhere - sum(c.weight for c in sent if c.is_active))
         for change, (counter, processes) in zip(sent, results, strict=True):
-            tenant = change.tenant
-            self._shared[tenant] = counter
-            self._unshared[tenant] = self._unshared.get(tenant, 0.0) - change.service
-            self._processes[tenant] = max(1, processes)
-            if not change.is_active and tenant not in self._seen | self._requests.keys():
-                self._forget(tenant)
+            tenant_id = change.tenant_id
+            self._shared[tenant_id] = counter
+            self._unshared[tenant_id] = self._unshared.get(tenant_id, 0.0) - change.service
+            self._processes[tenant_id] = max(1, processes)
+            if not change.is_active and tenant_id not in self._seen | self._requests.keys():
+                self._forget(tenant_id)
         self._order()
         for changed in self._watchers:
             changed(None)
@@ -136,8 +136,8 @@ class ServiceCounters:
         self._weight_elsewhere = 0.0
         self._processes.clear()
         if not self._requests:
-            for tenant in list(self._weights):
-                self._forget(tenant)
+            for tenant_id in list(self._weights):
+                self._forget(tenant_id)
 
     def _least(self) -> float:
         """Return the least counter of a tenant with requests here; 0 without one.
@@ -145,26 +145,26 @@ class ServiceCounters:
         The first lower bound is raised until it is its tenant's counter, so a call takes logarithmic time on average.
         """
         while self._lower:
-            bound, tenant = self._lower[0]
-            counter = self.counter(tenant)
-            if tenant not in self._requests:
+            bound, tenant_id = self._lower[0]
+            counter = self.counter(tenant_id)
+            if tenant_id not in self._requests:
                 heappop(self._lower)
             elif bound < counter:
-                heapreplace(self._lower, (counter, tenant))
+                heapreplace(self._lower, (counter, tenant_id))
             else:
                 return counter
         return 0.0
 
-    def _bound(self, tenant: str) -> None:
+    def _bound(self, tenant_id: str) -> None:
         """Add the tenant's counter as a lower bound, because it is new or has fallen."""
-        heappush(self._lower, (self.counter(tenant), tenant))
+        heappush(self._lower, (self.counter(tenant_id), tenant_id))
         if len(self._lower) > 2 * len(self._requests) + 64:
             self._order()
 
     def _order(self) -> None:
-        self._lower = [(self.counter(tenant), tenant) for tenant in self._requests]
+        self._lower = [(self.counter(tenant_id), tenant_id) for tenant_id in self._requests]
         heapify(self._lower)
 
-    def _forget(self, tenant: str) -> None:
+    def _forget(self, tenant_id: str) -> None:
         for values in (self._weights, self._shared, self._unshared, self._processes):
-            values.pop(tenant, None)
+            values.pop(tenant_id, None)

@@ -55,7 +55,7 @@ class SharedService:
         changes = self._counters.changes()
         arguments: list[str | float] = [self._process, int(1000 * ALIVE_SECONDS)]
         for change in changes:
-            arguments += [change.tenant, change.weight, change.service, int(change.is_active)]
+            arguments += [change.tenant_id, change.weight, change.service, int(change.is_active)]
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 weight, *values = await self._script(keys=self._keys, args=arguments)
@@ -67,8 +67,8 @@ class SharedService:
         results = [(float(counter), int(number)) for counter, number in zip(values[::2], values[1::2], strict=True)]
         self._counters.exchanged(changes, float(weight), results)
 
-    async def watch(self, charge: Callable[[], None], changed: Callable[[], None]) -> None:
-        """Exchange until cancelled. charge: called before each exchange. changed: called after it."""
+    async def watch(self, count_generated: Callable[[], None], changed: Callable[[], None]) -> None:
+        """Exchange until cancelled. count_generated: called before each exchange. changed: called after it."""
         while True:
             await asyncio.sleep(interval(self._counters.number))
             if not self._counters.number:
@@ -76,7 +76,7 @@ class SharedService:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_SECONDS):
                         await self._has_active.wait()
-            charge()
+            count_generated()
             await self.exchange()
             changed()
 

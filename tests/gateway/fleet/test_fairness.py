@@ -26,7 +26,7 @@ class World:
 
     def serve(self, **costs: float) -> None:
         for tenant, cost in costs.items():
-            self.counters.observe_charge(tenant, cost)
+            self.counters.observe_service(tenant, cost)
         self.fairness.sample()
 
 

@@ -255,7 +255,7 @@ async def test_tokens_are_charged_while_they_are_generated():
     await crowd.come("is silent")
     room = 3
     talks.tokens = 50
-    crowd.gate.charge()
+    crowd.gate.count_generated()
     room = 2
     await crowd.come("talks")
     await crowd.come("is silent")
@@ -268,7 +268,7 @@ async def test_charges_reorder_the_requests_that_wait_already(crowd: Crowd):
     await crowd.come("talks")
     await crowd.come("is silent")
     talks.tokens = 50
-    crowd.gate.charge()
+    crowd.gate.count_generated()
     assert await crowd.end(talks) == "is silent"
 
 

@@ -32,7 +32,7 @@ def test_counters_are_those_of_a_pass_over_all_tenants(seed: int):
         elif act < 0.97:
             tenant, cost = chance.choice(present), chance.uniform(-20.0, 100.0)
             for counters in (fast, slow):
-                counters.charge(tenant, cost)
+                counters.add_service(tenant, cost)
         elif act < 0.98:
             for counters in (fast, slow):
                 counters.exchange_failed()

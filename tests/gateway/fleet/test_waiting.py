@@ -86,7 +86,7 @@ def test_the_order_is_that_of_the_slow_twin(steps: list[Any]):
                 twin.all.append(Waiter(tenant, priority, float(due), number, now))
                 waiting.add(twin.all[-1])
             case "charge", tenant, cost:
-                counters.charge(tenant, cost)
+                counters.add_service(tenant, cost)
             case "exchange", values:
                 sent = counters.changes()
                 counters.exchanged(sent, 3.0, [(float(value), 1) for value in values])
@@ -139,7 +139,7 @@ class Crowd:
             first = self.waiting.first()
             assert first is not None
             self.waiting.remove(first, admitted=True)
-            self.counters.charge(first.tenant_id, 1.0)
+            self.counters.add_service(first.tenant_id, 1.0)
             self.admitted.append(first.priority)
             self.now += 1.0
 
@@ -182,9 +182,9 @@ def test_a_flood_of_old_requests_passes_no_less_served_tenant():
     crowd = Crowd()
     for _ in range(50):
         crowd.come("flood", 5)
-    crowd.counters.charge("flood", 1.0)
+    crowd.counters.add_service("flood", 1.0)
     crowd.now += 1000
     crowd.come("other", 6)
     quiet = crowd.come("quiet", 5)
-    crowd.counters.charge("flood", 1.0)
+    crowd.counters.add_service("flood", 1.0)
     assert crowd.waiting.first() is quiet
