@@ -49,7 +49,7 @@ ONLY_ADAPTERS = (
 Begun = tuple[EngineRecord, Incoming, InFlight]
 
 
-class Bill(Protocol):
+class AttemptLog(Protocol):
     """Record of the engine that has the request; `gateway/billing/charges.py` decides who pays."""
 
     completion_tokens: int
@@ -144,11 +144,11 @@ class Fleet:
         await self._quarantine.check(tenant_id, model.suspects, body)
 
     @asynccontextmanager
-    async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
+    async def open(self, call: Call, log: AttemptLog) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant, gate = call.tenant, self._gates.of(call.model.base)
         place = Place(
-            tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
+            tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: log.completion_tokens, tenant.name
         )
         if call.model.digest is not None and call.engine is None:
             self.rates.count(call.model.digest)
@@ -162,9 +162,9 @@ class Fleet:
             except Overloaded as error:
                 raise EngineRefused(error) from error
             finally:
-                bill.queued(time.monotonic() - place.arrived)
+                log.queued(time.monotonic() - place.arrived)
             try:
-                engine, response, in_flight = await self._begin(call, bill, place, held)
+                engine, response, in_flight = await self._begin(call, log, place, held)
             except EngineRefused as refused:
                 if type(refused.error) is not NoEngine or call.engine is not None:
                     raise
@@ -177,7 +177,7 @@ class Fleet:
             check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
             yield Answering(engine, response, release, in_flight.end, check_cut_off)
 
-    async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
+    async def _begin(self, call: Call, log: AttemptLog, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
 
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
@@ -189,7 +189,7 @@ class Fleet:
                 while True:
                     await self._check_again(call)
                     async with AsyncExitStack() as attempt:
-                        begun = await self._next(call, bill, place, tries, attempt, limit)
+                        begun = await self._next(call, log, place, tries, attempt, limit)
                         if begun is not None:
                             held.push_async_exit(attempt.pop_all())
                             return begun
@@ -198,7 +198,7 @@ class Fleet:
             raise EngineRefused(late) from None
 
     async def _next(
-        self, call: Call, bill: Bill, place: Place, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
+        self, call: Call, log: AttemptLog, place: Place, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
     ) -> Begun | None:
         """Send the request to the next engine. Returns None if another try is needed. Raises EngineRefused."""
         engine = await self._next_engine(call, tries, place, held)
@@ -207,9 +207,9 @@ class Fleet:
         tries.engines.append(engine)
         if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
             await call.hold.cover_all()
-        bill.sent(engine, call.prompt_tokens)
+        log.sent(engine, call.prompt_tokens)
         place.count_service = partial(self._service.served, engine, call.tenant.id)
-        begun = await self._try(engine, call, bill, tries, held, limit)
+        begun = await self._try(engine, call, log, tries, held, limit)
         if begun is not None:
             if tries.was_suspected:
                 held.push_async_callback(self._clear, call, begun[2])
@@ -338,7 +338,13 @@ class Fleet:
         self.prefetch.hint(engine, call.model.adapters, call.tenant.id)
 
     async def _try(
-        self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
+        self,
+        engine: EngineRecord,
+        call: Call,
+        log: AttemptLog,
+        tries: _Tries,
+        held: AsyncExitStack,
+        limit: asyncio.Timeout,
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
@@ -346,9 +352,9 @@ class Fleet:
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
-                bill.unsent()
+                log.unsent()
                 return None
-            bill.lost()
+            log.lost()
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
@@ -356,14 +362,14 @@ class Fleet:
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
-            bill.unsent()
+            log.unsent()
             engine.mark_down("it refused a request, because it accepts none at present")
         except EngineRefused as error:
             tries.failed += isinstance(error.error, UpstreamFailed)
             if tries.are_enough or not error.may_succeed_elsewhere:
                 raise
             if error.unserved:
-                bill.unsent()
+                log.unsent()
                 tries.unserving.add(engine.address.traits.name)
             tries.refusal = error
         else:

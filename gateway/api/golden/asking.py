@@ -22,7 +22,7 @@ from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
 from gateway.fleet import receipts
 from gateway.fleet.answers import Fields, decode_field, read_answer
 from gateway.fleet.call import Call, EngineRefused
-from gateway.fleet.dispatch import Bill, Fleet
+from gateway.fleet.dispatch import AttemptLog, Fleet
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.waiting import LAST_TENANT
 from gateway.metrics import Metrics
@@ -47,13 +47,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     asked: InferenceRequest
 
 
-class _Bill(Bill, Protocol):
+class _CheckedLog(AttemptLog, Protocol):
     def observe_receipt(self, receipt: Any) -> None: ...
     def observe_answer(self, answer: Fields) -> None: ...
 
 
-class Unbilled:
-    """Bill of a free request. It checks the receipt, as an `Account` does. digest: the adapter's, without prefix."""
+class FreeAttemptLog:
+    """Log of a free request. It checks the receipt, as an `Account` does. digest: the adapter's, without prefix."""
 
     def __init__(self, digest: str | None) -> None:
         self._digest = digest
@@ -147,7 +147,7 @@ class Asking:
         call = msgspec.structs.replace(call, tenant=last, body={**asked.body, "priority": LAST_OWN})
         try:
             async with while_allowed(self._auth, None, arrived, self._request_timeout):
-                return await self._answer(call, Unbilled(model.digest))
+                return await self._answer(call, FreeAttemptLog(model.digest))
         except EngineRefused as refusal:
             raise refusal.error from refusal
 
@@ -170,15 +170,15 @@ class Asking:
             await self._accounting.close_ahead(account)
         return answer
 
-    async def _answer(self, call: Call, bill: _Bill) -> GoldenAnswer:
-        async with self._fleet.open(call, bill) as answering:
+    async def _answer(self, call: Call, attempt_log: _CheckedLog) -> GoldenAnswer:
+        async with self._fleet.open(call, attempt_log) as answering:
             engine = answering.engine
             software = engine.software
             try:
-                bill.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
+                attempt_log.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                 answer = await read_answer(answering.response, MAX_ANSWER_BYTES, _no_reservation)
                 answering.end()
-                bill.observe_answer(answer)
+                attempt_log.observe_answer(answer)
             except EngineMismatch:
                 self._metrics.adapter_mismatch(engine.url)
                 engine.mark_mismatched()
