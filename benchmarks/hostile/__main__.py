@@ -5,7 +5,7 @@
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
     python -m benchmarks.hostile --only mutated-uploads --mutations 1000
     python -m benchmarks.hostile --engine-core            (the engine has a core for itself, as a GPU would be)
-    python -m benchmarks.hostile --attacker-core          (the attackers have a core for themselves)
+    python -m benchmarks.hostile --engine-core --attacker-core    (the attackers too, beside a simulated engine)
     python -m benchmarks.hostile --device simulated:8,0.02    (steps as short as a GPU's, for the attacks on the engine)
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
@@ -140,11 +140,11 @@ def open_place(name: str, home: Path, flags: argparse.Namespace) -> contextlib.A
     return up(home, name, postgres=flags.postgres, device=flags.device, engine_core=flags.engine_core)
 
 
-def leave_core(flag: str) -> int:
-    """Move this process and its future children off the machine's last core. Return that core. flag: the reason."""
+def leave_core() -> int:
+    """Move this process and its future children off the machine's last core. Return that core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise SystemExit(f"{flag}: one core is left here, expected at least 2.")
+        raise SystemExit("--engine-core, --attacker-core: this machine has one core, expected at least 2.")
     os.sched_setaffinity(0, cores[:-1])
     return cores[-1]
 
@@ -159,12 +159,14 @@ def main() -> int:
     parser.add_argument("--mutations", type=int, default=200, help="mutated uploads in a round; 0 for none")
     parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
     parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:8,0.02")
-    parser.add_argument("--engine-core", action="store_true", help="the engine has one core, and all else the others")
-    parser.add_argument("--attacker-core", action="store_true", help="the attackers have one core, all else the others")
+    parser.add_argument("--engine-core", action="store_true", help="the engine has the last core, all else the others")
+    parser.add_argument(
+        "--attacker-core", action="store_true", help="the attackers have the last core, all else the others"
+    )
     parser.add_argument("--json", type=Path, help="write the results there, after each attack")
     flags = parser.parse_args()
-    flags.engine_core = leave_core("--engine-core") if flags.engine_core else None
-    flags.attacker_core = leave_core("--attacker-core") if flags.attacker_core else None
+    core = leave_core() if flags.engine_core or flags.attacker_core else None
+    flags.engine_core, flags.attacker_core = core if flags.engine_core else None, core if flags.attacker_core else None
     if flags.list:
         for attack in SHOWN:
             print(f"{attack.name:20} {attack.words}" + (f"   [{attack.place}]" if attack.place != "up" else ""))
