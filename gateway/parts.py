@@ -238,6 +238,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     engine_service = EngineService(lambda: registry.up, client.send_service)
     kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
+    quarantine.is_alone = isolation.is_alone
     attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)
     fleet = Fleet(registry, attempts, gate, timeout, isolation, engine_service, prefetch, bases)
     pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))

@@ -1,11 +1,11 @@
 """Deaths of engines that had requests, and what they show: which suspect is the cause, and which may be.
 
-A suspect is a cause only if no other tenant had requests on the engine at each of its deaths. Unreported tenants count
-as present until every process has reported.
+A suspect is a cause only if no other tenant had requests on the engine at each of its deaths. Deaths that a gateway
+process may still have to report, because it stands still or was killed, show no cause: any tenant may have been there.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -15,19 +15,20 @@ import msgspec
 from gateway.fleet.shared_deaths import Report, Suspect
 
 TENANT = "tenant"
-# Deaths until a request, or an adapter with any requests, is quarantined, and deaths by requests and adapters in
-# quarantine until all requests of their tenant are.
-LIMITS = {"request": 2, "adapter": 3, TENANT: 5}
-# Broken connections to an engine within this time (seconds) count as a single death. Those to one instance do so within
-# LATE_SECONDS, because a process that stood still notices a death late.
-ONE_DEATH_SECONDS, LATE_SECONDS = 2.0, 5.0
-# Stands for the tenants of processes that have not reported, or of all others while Redis is away.
+# Deaths until a request, or an adapter with any requests, is quarantined. For a tenant, the deaths by its requests and
+# adapters in quarantine, without any other tenant's requests on the engine, until all of its requests are.
+LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
+# Broken connections to an engine within this time (seconds) count as a single death. A process that stood still notices
+# a death later: its first report joins it if the engine's instance is the same, or within LATE_SECONDS if that is
+# unknown, because a foreign server does not start faster.
+ONE_DEATH_SECONDS, LATE_SECONDS = 2.0, 20.0
+# Stands for tenants that are unknown.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
 
 
 class Death(msgspec.Struct, eq=False):
-    """An engine's death. at: its time on this process's clock. instance: the engine's, None if unknown.
+    """An engine's death. at: its time on this process's clock. instance: the engine's instance, None if unknown.
 
     reported: the tenants whose requests the engine had, and suspects: the requests and adapters that may be the cause,
     as far as they are reported. processes: those that may have had requests there. answered: those that have reported.
@@ -43,13 +44,23 @@ class Death(msgspec.Struct, eq=False):
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all processes have reported their tenants."""
-        return self.processes <= self.answered
+        """Return whether all tenants whose requests the engine had are known."""
+        return self.processes <= self.answered and UNKNOWN_TENANTS not in self.reported
 
     @property
     def tenants(self) -> set[str]:
-        """Return the tenants whose requests the engine had, with UNKNOWN_TENANTS until all are reported."""
+        """Return the tenants whose requests the engine had, with UNKNOWN_TENANTS until all are known."""
         return self.reported if self.is_complete else self.reported | {UNKNOWN_TENANTS}
+
+    def is_of(self, process: str, instance: str | None, at: float) -> bool:
+        """Return whether a process's report of the engine's death at a time is of this death."""
+        if abs(at - self.at) < ONE_DEATH_SECONDS:
+            return True
+        if process in self.answered:
+            return False
+        if instance is None or self.instance is None:
+            return abs(at - self.at) < LATE_SECONDS
+        return instance == self.instance
 
 
 class Suspicion(NamedTuple):
@@ -67,32 +78,44 @@ class Deaths:
         self._clock = clock
         self._known: list[Death] = []
         self._of: dict[Suspect, list[Death]] = {}
-        # Suspects with enough deaths; other tenants of these deaths may still be reported.
-        self._candidates: set[Suspect] = set()
+        # Suspects with enough deaths, by tenant; other tenants of these deaths may still be reported.
+        self._candidates: defaultdict[str, set[Suspect]] = defaultdict(set)
+        # The last death of each request that has run to its end since.
+        self._survived: dict[Suspect, Death] = {}
+        # Processes that have ended. They have reported all that they had.
+        self._ended: set[str] = set()
+        # Results until the next report: suspects in quarantine by tenant, and tenants that caused a death.
+        self._quarantined: dict[str, set[Suspect]] = {}
+        self._culprits: dict[Death, set[str]] = {}
 
     def apply(self, report: Report, at: float, process: str) -> Death:
         """Add a process's report, and return its death. at: the death's time on this process's clock."""
-        death = self._find(report.engine, report.instance, at)
+        death = self._find(report, at, process)
         death.answered.add(process)
-        death.processes.update(report.processes)
+        death.processes.update(each for each in report.processes if each not in self._ended)
         death.reported.update(report.tenants)
         self.add(death, report.suspects)
         return death
 
-    def _find(self, engine_url: str, instance: str | None, at: float) -> Death:
-        """Return the known death that this one is, or a new one."""
+    def _find(self, report: Report, at: float, process: str) -> Death:
+        """Return the known death that a report is of, or a new one."""
         for death in reversed(self._known):
-            is_same_instance = instance is not None and death.instance == instance
-            if death.engine == engine_url and abs(at - death.at) < (
-                LATE_SECONDS if is_same_instance else ONE_DEATH_SECONDS
-            ):
+            if death.engine == report.engine and death.is_of(process, report.instance, at):
                 return death
-        death = Death(engine_url, instance, at)
+        death = Death(report.engine, report.instance, at)
         self._known = [*self.recent(), death]
         return death
 
+    def end(self, process: str) -> None:
+        """Note that a process has ended and has reported all that it had."""
+        self._ended.add(process)
+        for death in self._known:
+            death.answered.add(process)
+        self._forget_results()
+
     def add(self, death: Death, suspects: Iterable[Suspect]) -> None:
         """Add suspects to a death."""
+        self._forget_results()
         death.suspects.update(suspects)
         recent = death.at - self.seconds
         for key in suspects:
@@ -100,22 +123,35 @@ class Deaths:
             # The newest last, so that the oldest is forgotten first.
             self._of[key] = [*deaths, death]
             if len(self._of[key]) >= LIMITS.get(key.kind, math.inf):
-                self._candidates.add(key)
+                self._candidates[key.tenant_id].add(key)
             else:
                 # It may have been one by deaths that are forgotten now.
-                self._candidates.discard(key)
+                self._remove_candidate(key)
         while (excess := len(self._of) - MAX_SUSPECTS) > 0:
             # The oldest of the tenant with the most, so that no tenant makes room for its own at others' expense.
             [(most, _)] = Counter(key.tenant_id for key in self._of).most_common(1)
             for forgotten in list(islice((key for key in self._of if key.tenant_id == most), excess)):
                 del self._of[forgotten]
-                self._candidates.discard(forgotten)
+                self._survived.pop(forgotten, None)
+                self._remove_candidate(forgotten)
+
+    def _remove_candidate(self, key: Suspect) -> None:
+        if key in self._candidates.get(key.tenant_id, ()):
+            self._candidates[key.tenant_id].discard(key)
+            if not self._candidates[key.tenant_id]:
+                del self._candidates[key.tenant_id]
+
+    def _forget_results(self) -> None:
+        self._quarantined.clear()
+        self._culprits.clear()
 
     def clear(self, key: Suspect) -> None:
-        """Forget the deaths of a suspect but for the last one."""
+        """Forget the deaths of a request that has run to its end, but for the last one."""
+        self._forget_results()
         if key in self._of:
             del self._of[key][:-1]
-        self._candidates.discard(key)
+            self._survived[key] = self._of[key][-1]
+        self._remove_candidate(key)
 
     def recent(self, seconds: float | None = None) -> list[Death]:
         """Return the deaths of the last `seconds`, by default all that are remembered."""
@@ -130,18 +166,18 @@ class Deaths:
     def has_candidate(self, tenant_id: str) -> bool:
         """Return whether a request or an adapter of the tenant has enough deaths for a quarantine."""
         since = self._clock() - self.seconds
-        self._candidates = {key for key in self._candidates if self._of[key][-1].at > since}
-        return any(key.tenant_id == tenant_id for key in self._candidates)
+        for key in [key for key in self._candidates.get(tenant_id, ()) if self._of[key][-1].at <= since]:
+            self._forget_results()
+            self._remove_candidate(key)
+        return tenant_id in self._candidates
 
     def causes_of(self, key: Suspect) -> Sequence[Death]:
         """Return the deaths for which a suspect is in quarantine, the newest last. There are none if it is not."""
         if key.kind == TENANT:
-            causes = self._quarantined(key.tenant_id)
-            deaths = sorted({death for each in causes for death in self.of(each)}, key=lambda death: death.at)
-        elif key in self._candidates and self._is_alone(key):
-            deaths = self._of[key]
+            deaths = [death for death in self.recent() if death.tenants == {key.tenant_id} == self._culprits_of(death)]
+            deaths.sort(key=lambda death: death.at)
         else:
-            deaths = []
+            deaths = self._of[key] if key in self._causes(key.tenant_id) else []
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
 
     def suspicion(self, key: Suspect) -> Suspicion | None:
@@ -152,23 +188,34 @@ class Deaths:
         """
         if any(self.causes_of(each) for each in (key, Suspect(TENANT, key.tenant_id, ""))):
             return None
-        deaths = [death.tenants for death in self.of(key) if not self._is_by_another(death, key.tenant_id)]
-        if len(deaths) < (1 if self._quarantined(key.tenant_id) else LIMITS[key.kind]):
+        deaths = [death for death in self.of(key) if not self._culprits_of(death) - {key.tenant_id}]
+        enough = 1 if self._causes(key.tenant_id) else LIMITS[key.kind]
+        if len(deaths) < enough or deaths[-1] is self._survived.get(key):
             return None
-        others = set.intersection(*deaths) - {key.tenant_id}
+        others = _at_each(deaths) - {key.tenant_id}
         return Suspicion(others, len(deaths)) if others else None
-
-    def _quarantined(self, tenant_id: str) -> list[Suspect]:
-        """Return a tenant's requests and adapters in quarantine."""
-        return [key for key in self._candidates if key.tenant_id == tenant_id and self._is_alone(key)]
 
     def is_innocent(self, key: Suspect) -> bool:
         """Return whether each death of a suspect has another tenant's request or adapter in quarantine."""
         deaths = self.of(key)
-        return bool(deaths) and all(self._is_by_another(death, key.tenant_id) for death in deaths)
+        return bool(deaths) and all(self._culprits_of(death) - {key.tenant_id} for death in deaths)
 
-    def _is_by_another(self, death: Death, tenant_id: str) -> bool:
-        return any(key.tenant_id != tenant_id and self.causes_of(key) for key in death.suspects)
+    def _causes(self, tenant_id: str) -> set[Suspect]:
+        """Return a tenant's requests and adapters in quarantine."""
+        if tenant_id not in self._quarantined:
+            candidates = self._candidates.get(tenant_id, ())
+            self._quarantined[tenant_id] = {key for key in candidates if _at_each(self._of[key]) == {tenant_id}}
+        return self._quarantined[tenant_id]
 
-    def _is_alone(self, key: Suspect) -> bool:
-        return set.intersection(*(death.tenants for death in self._of[key])) == {key.tenant_id}
+    def _culprits_of(self, death: Death) -> set[str]:
+        """Return the tenants with a request or an adapter of the death in quarantine."""
+        if death not in self._culprits:
+            by_tenant = {key.tenant_id for key in death.suspects}
+            self._culprits[death] = {each for each in by_tenant if not death.suspects.isdisjoint(self._causes(each))}
+        return self._culprits[death]
+
+
+def _at_each(deaths: Iterable[Death]) -> set[str]:
+    """Return the tenants with requests at each complete death, UNKNOWN_TENANTS alone if none is complete."""
+    complete = [death.reported for death in deaths if death.is_complete]
+    return set.intersection(*complete) if complete else {UNKNOWN_TENANTS}

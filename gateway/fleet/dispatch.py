@@ -16,7 +16,7 @@ from gateway.fleet.attempts import Attempts
 from gateway.fleet.base_queues import Gates
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
-from gateway.fleet.deaths import Suspicion
+from gateway.fleet.deaths import UNKNOWN_TENANTS, Suspicion
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.isolation import Isolation, NotAlone
@@ -237,7 +237,10 @@ class Fleet:
             return self._is_usable(call, tries, engine) and not self._quarantine.died_lately(engine)
 
         def is_without_them(engine: EngineRecord) -> bool:
-            has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(suspicion.others)
+            if UNKNOWN_TENANTS in suspicion.others:
+                has_none = engine.serves_only(call.tenant.id)
+            else:
+                has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(suspicion.others)
             is_spare = self._isolation.allows(engine) and not self._isolation.is_last(call.model.base, engine)
             return has_none and is_spare and usable(engine)
 

@@ -9,6 +9,8 @@ from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientSSLErro
 
 # An engine in a long step may miss a check or two. A refused connection means down at once.
 MISSES_UNTIL_SILENT = 3
+# Longest time for which requests are held back because an engine may come back.
+COMES_BACK_SECONDS = 120.0
 
 
 class Health(StrEnum):
@@ -43,8 +45,13 @@ class Condition:
 
     @property
     def may_come_back(self) -> bool:
-        """Return whether the engine is down or silent, so that it may serve requests again without an operator."""
-        return self.health in (Health.DOWN, Health.SILENT)
+        """Return whether the engine may soon serve requests again without an operator.
+
+        An engine that is up may have an open circuit breaker. After COMES_BACK_SECONDS, another one never returns.
+        """
+        if self.health in (Health.MISCONFIGURED, Health.ASLEEP):
+            return False
+        return self.health is Health.UP or time.monotonic() - self.since < COMES_BACK_SECONDS
 
     def change(self, health: Health, reason: str) -> bool:
         """Set the health and its reason. Return whether either changed."""

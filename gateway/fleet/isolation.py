@@ -58,6 +58,7 @@ class Isolation:
         self._waiting: dict[str, deque[object]] = {}
         # Start of this process's next turn at the earliest, so that other processes get one.
         self._next_at = 0.0
+        self._alone: EngineRecord | None = None
         # Turns whose clients have left.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -69,6 +70,10 @@ class Isolation:
     def allows(self, engine: EngineRecord) -> bool:
         """Return whether the engine is not kept for a suspected request."""
         return engine.url != self._kept.url
+
+    def is_alone(self, engine: EngineRecord) -> bool:
+        """Return whether the engine is kept and has become free of other tenants' requests."""
+        return engine is self._alone and not self.allows(engine)
 
     def is_last(self, base: str, engine: EngineRecord) -> bool:
         """Return whether other requests would have no engine if this one died now, though another may come back."""
@@ -90,11 +95,12 @@ class Isolation:
             while await is_suspected():
                 if is_next() and not self.is_active and time.monotonic() >= self._next_at:
                     if (engine := self._choose(base, tenant_id, usable)) is not None:
-                        async with self._turn(engine, tenant_id, usable, until) as is_free:
+                        async with self._turn(base, engine, tenant_id, usable, until) as is_free:
                             if is_free:
                                 waiting.close()
                                 yield engine
                                 return
+                    # Another request may be for a base model that has an engine for it.
                     self._waiting[tenant_id].rotate(-1)
                     self._put_last(tenant_id)
                 if time.monotonic() > until:
@@ -103,15 +109,19 @@ class Isolation:
         yield None
 
     @asynccontextmanager
-    async def _turn(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> AsyncIterator[bool]:
+    async def _turn(
+        self, base: str, engine: EngineRecord, tenant_id: str, usable: Usable, until: float
+    ) -> AsyncIterator[bool]:
         """Keep an engine until the block ends. Yield whether it has become free of other tenants' requests.
 
         If the client leaves, the engine is kept until it has shown that it survived the request, or LEFT_SECONDS.
         """
         async with AsyncExitStack() as turn:
             is_kept = await turn.enter_async_context(self._kept.keep(engine.url))
-            is_free = is_kept and await self._empties(engine, tenant_id, usable, until)
+            is_free = is_kept and await self._empties(base, engine, tenant_id, usable, until)
             if is_free:
+                self._alone = engine
+                turn.callback(setattr, self, "_alone", None)
                 log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
             try:
                 yield is_free
@@ -129,7 +139,7 @@ class Isolation:
         ]
         return min(found, key=lambda each: each.load - each.requests.by_tenant[tenant_id], default=None)
 
-    async def _empties(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:
+    async def _empties(self, base: str, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:
         """Wait for the ends of other tenants' requests on the engine. Return whether they have ended in time.
 
         until: end of the wait if it is before EMPTYING_SECONDS (monotonic).
@@ -138,7 +148,7 @@ class Isolation:
         until = min(until, since + EMPTYING_SECONDS)
         while time.monotonic() < until and not self.allows(engine) and engine.available and usable(engine):
             if engine.observed_at > since + SHARING_SECONDS and engine.serves_only(tenant_id):
-                return True
+                return not self.is_last(base, engine)
             await asyncio.sleep(PAUSE_SECONDS)
         return False
 

@@ -20,11 +20,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from gateway.errors import GatewayError
-from gateway.fleet.deaths import LATE_SECONDS, ONE_DEATH_SECONDS, TENANT, UNKNOWN_TENANTS, Death, Deaths, Suspicion
+from gateway.fleet.deaths import (
+    LATE_SECONDS,
+    LIMITS,
+    ONE_DEATH_SECONDS,
+    TENANT,
+    UNKNOWN_TENANTS,
+    Death,
+    Deaths,
+    Suspicion,
+)
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names, named
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import NO_ENGINE, Entry, Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +70,9 @@ class Quarantine:
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
-    report_left: returns the tenants with requests of this process on an engine (its URL), running or left, and the
-    names of the left ones, once each.
+    report_left: returns the tenants with requests of this process on an engine's instance (its URL and instance),
+    running or left, and the names of the left ones, once each. is_alone: returns whether an engine works only on a
+    request that runs apart, whatever other processes report.
     """
 
     def __init__(
@@ -72,22 +82,25 @@ class Quarantine:
         shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
-        report_left: Callable[[str], tuple[set[str], list[Names]]] = lambda url: (set(), []),
+        report_left: Callable[[str, str | None], tuple[set[str], list[Names]]] = lambda url, instance: (set(), []),
     ) -> None:
         self._left_on = report_left
+        self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
         self._names = RequestNames(secret)
         self._shared = shared
         self._count = count
         self._clock = clock
         self._deaths = Deaths(seconds, clock)
         self._process = "" if shared is None else shared.process
-        # Suspects that this process reported last, and those whose quarantine it has logged.
-        self._unannounced: set[Suspect] = set()
+        # Suspects that this process reported last, with the entry's id (None until it is sent), and those whose
+        # quarantine it has logged.
+        self._unannounced: dict[Suspect, tuple[int, ...] | None] = {}
         self._announced: set[Suspect] = set()
         self._was_read = asyncio.Event()
         # Deaths that wait for names.
         self._late: set[asyncio.Task[None]] = set()
-        self._unsent: dict[str, Report] = {}
+        # Reports by engine and instance, each with its death's time.
+        self._unsent: dict[tuple[str, str | None], tuple[Report, float]] = {}
         self._sending: asyncio.Task[None] | None = None
 
     async def check(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
@@ -133,14 +146,12 @@ class Quarantine:
         self._check(Suspect("adapter", tenant_id, name))
 
     def _check(self, key: Suspect) -> None:
-        if deaths := self._deaths.causes_of(key):
-            seconds = deaths[-1].at + self._deaths.seconds - self._clock()
-            if seconds > 0:
-                raise (
-                    TenantQuarantined(seconds)
-                    if key.kind == TENANT
-                    else Quarantined(f"this {key.kind}; it is", seconds)
-                )
+        if not (deaths := self._deaths.causes_of(key)):
+            return
+        # A tenant's quarantine ends when too few deaths are remembered.
+        last = deaths[-LIMITS[TENANT]] if key.kind == TENANT else deaths[-1]
+        if (seconds := last.at + self._deaths.seconds - self._clock()) > 0:
+            raise TenantQuarantined(seconds) if key.kind == TENANT else Quarantined(f"this {key.kind}; it is", seconds)
 
     def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
@@ -166,18 +177,19 @@ class Quarantine:
     def _note_on(self, engine: EngineRecord, tenants: set[str], names: Sequence[Names]) -> None:
         if (engine.foreign_load or engine.last_foreign_load) and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
-        self._note(engine.url, engine.state.instance, tenants, names, self._clock())
+        processes = {self._process}
+        if self._shared is not None and not self._shared.is_away and not self.is_alone(engine):
+            processes |= self._shared.processes
+        report = Report(engine.url, [*tenants], [], engine.state.instance, [*processes])
+        self._note(report, names, self._clock())
 
-    def _note(
-        self, engine_url: str, instance: str | None, tenants: set[str], names: Sequence[Names], at: float
-    ) -> None:
-        """Apply and report a death with the names that are computed; the others follow when they are."""
+    def _note(self, report: Report, names: Sequence[Names], at: float) -> None:
+        """Apply and send a report with the names that are computed; the others follow when they are."""
         late = [each for each in names if not each.done()]
         found = dict.fromkeys(suspect for each in names if each not in late for suspect in computed(each))
-        processes = [] if self._shared is None or self._shared.is_away else [*self._shared.processes]
-        report = Report(engine_url, [*tenants], [*found], instance, processes, self._clock() - at)
+        report.suspects = [*found]
         death = self._deaths.apply(report, at, self._process)
-        self._share(report)
+        self._share(report, at)
         for each in late:
             task = asyncio.create_task(self._note_late(death, each))
             self._late.add(task)
@@ -189,15 +201,16 @@ class Quarantine:
         if suspects := computed(names):
             self._deaths.add(death, suspects)
             # Another process may not know the death, so the report is complete.
-            known = [*death.reported], suspects, death.instance, [*death.processes], self._clock() - death.at
-            self._share(Report(death.engine, *known))
+            known = [*death.reported], suspects, death.instance, [*death.processes]
+            self._share(Report(death.engine, *known), death.at)
 
-    def _share(self, report: Report) -> None:
-        self._unannounced.update(report.suspects)
+    def _share(self, report: Report, at: float) -> None:
+        self._unannounced.update(dict.fromkeys(report.suspects))
         if self._shared is None:
             self._announce()
         else:
-            self._report(report)
+            self._put(report, at)
+            self._start_sending()
 
     def deaths(self, suspect: Suspect) -> list[Death]:
         """Return the suspect's recent deaths, whoever else was on the engines. Tenants may be added to them later."""
@@ -211,7 +224,7 @@ class Quarantine:
                     await asyncio.wait(self._late)
                 if self._sending is not None:
                     await asyncio.shield(self._sending)
-                while not all(death.is_complete for death in self._deaths.recent(LATE_SECONDS)):
+                while not all(death.is_complete for death in self._deaths.recent(ONE_DEATH_SECONDS)):
                     self._was_read.clear()
                     await self._was_read.wait()
 
@@ -227,56 +240,74 @@ class Quarantine:
                 try:
                     await self.read()
                     if not self._shared.is_away:
+                        self._start_sending()
                         await self._shared.wait()
                 except Exception:
                     # A bug, or an entry of another release. The next reports are read regardless.
                     log.exception("reports of engines' deaths could not be read; retrying")
                 await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
         finally:
-            await self._shared.leave()
+            await self._shared.leave(self._deaths.seconds)
 
     async def read(self) -> None:
         """Apply the new reports of other processes."""
         assert self._shared is not None
-        for process, report, age in await self._shared.read():
-            age += report.age
-            if age < self._deaths.seconds:
-                at = self._clock() - age
-                death = self._deaths.apply(report, at, process)
-                # The process of the last report announces a quarantine.
-                self._unannounced.difference_update(report.suspects)
-                # Later, the engine may run again and have other requests.
-                if age < LATE_SECONDS:
+        for entry in await self._shared.read():
+            report, age = entry.report, entry.age + entry.report.age
+            if report.engine == NO_ENGINE:
+                self._deaths.end(entry.process)
+            elif age < self._deaths.seconds:
+                death = self._deaths.apply(report, self._clock() - age, entry.process)
+                self._leave_announcing(entry)
+                # The engine may run again and have other requests, which is unknown without its instance.
+                if age < LATE_SECONDS or death.instance is not None:
                     self._answer(death)
         self._was_read.set()
         self._announce()
+
+    def _leave_announcing(self, entry: Entry) -> None:
+        """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
+        for key in entry.report.suspects:
+            own = self._unannounced.get(key)
+            if own is not None and own < entry.id:
+                del self._unannounced[key]
 
     def _answer(self, death: Death) -> None:
         """Report this process's requests on an engine for another's report, even if there are none.
 
         A request among them may be the cause. A death that has their tenants already was reported with them.
         """
-        tenants, names = self._left_on(death.engine)
+        tenants, names = self._left_on(death.engine, death.instance)
         if names or not tenants <= death.reported or self._process not in death.answered:
-            self._note(death.engine, death.instance, tenants, names, death.at)
+            self._note(Report(death.engine, [*tenants], [], death.instance), names, death.at)
 
-    def _report(self, report: Report) -> None:
-        """Add to the engine's unsent report. All requests that break at once go into a single message."""
-        assert self._shared is not None
-        unsent = self._unsent.setdefault(report.engine, Report(report.engine, [], [], report.instance))
+    def _put(self, report: Report, at: float) -> None:
+        """Add to the unsent report of a death. All requests that break at once go into a single message."""
+        key = report.engine, report.instance
+        unsent, first = self._unsent.get(key, (Report(report.engine, [], [], report.instance), at))
         unsent.tenants = [*{*unsent.tenants, *report.tenants}]
-        unsent.suspects += report.suspects
-        unsent.processes, unsent.age = report.processes, max(unsent.age, report.age)
-        if self._sending is None or self._sending.done():
+        unsent.suspects = [*{*unsent.suspects, *report.suspects}]
+        unsent.processes = [*{*unsent.processes, *report.processes}]
+        self._unsent[key] = unsent, min(first, at)
+
+    def _start_sending(self) -> None:
+        if self._unsent and (self._sending is None or self._sending.done()):
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
+        """Send the unsent reports. If Redis is away, they are sent after the next reading."""
         assert self._shared is not None
         # Requests that break in the same iteration of the event loop are added first.
         await asyncio.sleep(0)
         while self._unsent:
-            _, report = self._unsent.popitem()
-            await self._shared.add(report, self._deaths.seconds)
+            _, (report, at) = self._unsent.popitem()
+            report.age = self._clock() - at
+            if report.age > self._deaths.seconds:
+                continue
+            if (entry_id := await self._shared.add(report, self._deaths.seconds)) is None:
+                self._put(report, at)
+                return
+            self._unannounced |= {key: entry_id for key in report.suspects if key in self._unannounced}
             if not self._unsent:
                 # It may add reports.
                 await self.read()
@@ -284,9 +315,10 @@ class Quarantine:
     def _announce(self) -> None:
         """Count and log new quarantines, in the process that reports the last death only."""
         self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
-        self._unannounced = {key for key in self._unannounced if self._deaths.of(key)}
+        self._unannounced = {key: sent for key, sent in self._unannounced.items() if self._deaths.of(key)}
         found = [key for key in self._unannounced if self._deaths.causes_of(key)]
-        self._unannounced.difference_update(found)
+        for key in found:
+            del self._unannounced[key]
         for key in dict.fromkeys([*found, *(Suspect(TENANT, each.tenant_id, "") for each in found)]):
             if key not in self._announced and (deaths := self._deaths.causes_of(key)):
                 self._announced.add(key)

@@ -61,10 +61,15 @@ class Registry:
     def engines(self) -> tuple[EngineRecord, ...]:
         return tuple(self._engines.values())
 
-    def report_left(self, url: str) -> tuple[set[str], list[Names]]:
-        """Return the result of `OwnRequests.report_left` for an engine; nothing if it is unknown."""
+    def report_left(self, url: str, instance: str | None) -> tuple[set[str], list[Names]]:
+        """Return the result of `OwnRequests.report_left` for an engine's instance.
+
+        Return nothing if the engine is unknown or has another instance: the former one's requests were reported then.
+        """
         engine = self._engines.get(url)
-        return (set(), []) if engine is None else engine.requests.report_left()
+        if engine is None or (None not in (instance, engine.state.instance) and instance != engine.state.instance):
+            return set(), []
+        return engine.requests.report_left()
 
     @property
     def up(self) -> list[EngineRecord]:

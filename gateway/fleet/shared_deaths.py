@@ -28,6 +28,8 @@ MAX_REPORTS = 1000
 PAGE = 100
 # A process that made no call for this time has ended. A suspended process may still have requests on engines.
 ALIVE_SECONDS = 60
+# Engine of a process's last report.
+NO_ENGINE = ""
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
 # which is the clock of the stream's ids.
 _ALIVE = """
@@ -37,13 +39,13 @@ redis.call('ZADD', KEYS[2], now, ARGV[1])
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 1000 * ARGV[2])
 redis.call('EXPIRE', KEYS[2], ARGV[2])
 """
-# Further ARGV: seconds to keep the stream, its longest length, the report. Returns the processes.
+# Further ARGV: seconds to keep the stream, its longest length, the report. Returns the processes, and the entry's id.
 ADD = (
     _ALIVE
     + """
-redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[4], '*', ARGV[1], ARGV[5])
+local id = redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[4], '*', ARGV[1], ARGV[5])
 redis.call('EXPIRE', KEYS[1], ARGV[3])
-return redis.call('ZRANGE', KEYS[2], 0, -1)
+return {redis.call('ZRANGE', KEYS[2], 0, -1), id}
 """
 )
 # Further ARGV: the id of the last entry that is known, the most entries to return. Returns the processes, `now`, and
@@ -79,6 +81,15 @@ class Report(msgspec.Struct):
     age: float = 0.0
 
 
+class Entry(NamedTuple):
+    """A report in the stream. id: grows with each entry. age: seconds since the report."""
+
+    id: tuple[int, ...]
+    process: str
+    report: Report
+    age: float
+
+
 class SharedDeaths:
     """Stream of reports. deployment: a value that only this deployment's processes share, such as the database URL.
 
@@ -99,17 +110,19 @@ class SharedDeaths:
         self._reading = asyncio.Lock()
         self.is_away = False
 
-    async def add(self, report: Report, seconds: float) -> None:
-        """Share a report. The stream is deleted `seconds` after its last report.
+    async def add(self, report: Report, seconds: float) -> tuple[int, ...] | None:
+        """Share a report, and return its entry's id. The stream is deleted `seconds` after its last report.
 
-        While Redis is away the report is not shared, and only this process applies it.
+        While Redis is away the report is not shared, only this process applies it, and None is returned.
         """
         found = await self._call(self._add, [int(seconds) + 1, MAX_REPORTS, msgspec.json.encode(report)])
-        if found is not None:
-            self.processes = {each.decode() for each in found}
+        if found is None:
+            return None
+        self.processes = {each.decode() for each in found[0]}
+        return _number(found[1])
 
-    async def read(self) -> list[tuple[str, Report, float]]:
-        """Return the new reports of other processes: the process, its report, and the report's age in seconds."""
+    async def read(self) -> list[Entry]:
+        """Return the new reports of other processes."""
         async with self._reading:
             found, now, entries = await self._call(self._read, [self._last, PAGE]) or (None, 0, [])
             if entries:
@@ -117,15 +130,16 @@ class SharedDeaths:
         if found is not None:
             self.processes = {each.decode() for each in found}
         return [
-            (process.decode(), report, max(0.0, now - int(entry_id.split(b"-")[0])) / 1000)
+            Entry(_number(entry_id), process.decode(), report, max(0.0, now - _number(entry_id)[0]) / 1000)
             # A later release may add fields to an entry.
             for entry_id, (process, encoded, *_) in entries
             if process != self.process.encode() and (report := _decode(encoded)) is not None
         ]
 
-    async def leave(self) -> None:
-        """Note that this process has ended, so that no death waits for its report."""
-        await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
+    async def leave(self, seconds: float) -> None:
+        """Tell the others that this process has ended, so that no death waits for its report."""
+        if await self.add(Report(NO_ENGINE, [], []), seconds) is not None:
+            await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
 
     async def wait(self) -> bool:
         """Wait for a report that is not read yet, for at most WAIT_SECONDS. Return whether there is one.
@@ -157,6 +171,10 @@ class SharedDeaths:
         self.is_away = False
         self._outage.over()
         return result
+
+
+def _number(entry_id: bytes) -> tuple[int, ...]:
+    return tuple(int(each) for each in entry_id.split(b"-"))
 
 
 def _decode(encoded: bytes) -> Report | None:

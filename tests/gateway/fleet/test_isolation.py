@@ -95,13 +95,33 @@ async def test_an_engine_is_kept_until_others_requests_and_then_the_suspected_on
             assert turns.isolation.allows(fleet[0]), "the engine with the fewest requests is kept"
             await asyncio.sleep(3 * isolation.PAUSE_SECONDS)
             assert turns.entered == []
+        assert not turns.isolation.is_alone(fleet[1])
         await until(partial(turns.have_entered, 1))
         assert not turns.isolation.allows(fleet[1])
+        assert [turns.isolation.is_alone(each) for each in fleet] == [False, True]
         over.set()
         assert await running is fleet[1]
     assert turns.isolation.allows(fleet[1])
+    assert not turns.isolation.is_alone(fleet[1])
     assert not turns.isolation.is_active
     assert turns.isolation._waiting == {}
+
+
+async def test_a_request_without_an_engine_blocks_no_other_base(any_redis: Any):
+    fleet = engines("http://one:1")
+    turns = Turns(any_redis, fleet)
+    turns.isolation._engines = lambda base: fleet if base == "base" else []
+
+    async def run_elsewhere() -> None:
+        async with turns.isolation.engine("another base", "a", lambda _: True, always_suspected):
+            raise AssertionError
+
+    waiting = asyncio.create_task(run_elsewhere())
+    await becomes(lambda: turns.waiting("a") == 1)
+    assert await turns.begin("a", already_over()) is fleet[0]
+    assert await turns.begin("b", already_over()) is fleet[0]
+    assert not waiting.done()
+    waiting.cancel()
 
 
 async def test_the_last_engine_is_not_kept_while_another_may_come_back(any_redis: Any):

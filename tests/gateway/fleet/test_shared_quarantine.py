@@ -15,7 +15,7 @@ from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.shared_deaths import SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
 from gateway.serve import listening
@@ -54,7 +54,7 @@ class Processes:
         """
         shared, on = SharedDeaths(self._redis, self._deployment), {} if on is None else on
 
-        def report_left(url: str) -> tuple[set[str], list[Names]]:
+        def report_left(url: str, instance: str | None) -> tuple[set[str], list[Names]]:
             if url not in on:
                 on[url] = engine(url)
                 for each in left:
@@ -206,6 +206,19 @@ async def test_tenants_are_unknown_until_each_process_has_answered(any_redis: An
         assert processes.counted == ["request"]
 
 
+async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(stands_still=True):
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+        assert not is_quarantined(one)
+        one.is_alone = lambda engine: engine.url == "http://kept:1"
+        processes.clock.now += ONE_DEATH_SECONDS
+        await processes.die(one, "http://kept:1")
+        assert is_quarantined(one)
+
+
 async def test_a_process_that_has_ended_is_not_waited_for(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one:
@@ -218,14 +231,71 @@ async def test_a_process_that_has_ended_is_not_waited_for(any_redis: Any):
         assert is_quarantined(one)
 
 
+async def test_a_process_that_ends_after_a_death_is_not_waited_for(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one:
+        async with processes.one(stands_still=True) as still:
+            for url in ("http://one:1", "http://two:1"):
+                processes.clock.now += ONE_DEATH_SECONDS
+                await processes.die(one, url)
+            assert not is_quarantined(one)
+            assert still._shared is not None
+            await still._shared.leave(100.0)
+
+        async def is_known() -> bool:
+            return is_quarantined(one)
+
+        await until(is_known)
+
+
+async def test_a_report_that_redis_did_not_take_is_sent_again(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        assert one._shared is not None
+        add, failed = one._shared.add, list[Report]()
+
+        async def fail_once(report: Report, seconds: float) -> tuple[int, ...] | None:
+            if not failed:
+                failed.append(report)
+                return None
+            return await add(report, seconds)
+
+        monkeypatch.setattr(one._shared, "add", fail_once)
+        await processes.die(one, "http://one:1", "a")
+
+        async def is_known() -> bool:
+            return [death.tenants for death in two._deaths.recent()] == [{"a"}]
+
+        await until(is_known)
+        assert len(failed) == 1
+
+
+async def test_a_quarantine_that_two_processes_report_is_counted_once(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            for each in (one, two):
+                each.died(engine(url, a=1), "a", (), NamedBody(BODY))
+            await asyncio.gather(one.reported(), two.reported())
+
+        async def are_counted() -> bool:
+            return processes.counted == ["request"]
+
+        await until(are_counted)
+        for _ in range(3):
+            await asyncio.gather(one.read(), two.read())
+        assert processes.counted == ["request"]
+
+
 async def test_a_process_that_stood_still_reports_the_same_death_though_it_is_late(any_redis: Any):
     """The request of its tenant is the cause. It counted as another death's, and the other tenant was blamed."""
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True) as still:
         for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += 20.0
+            processes.clock.now += 10.0
             await processes.die(one, url, "b", instance="first")
-            processes.clock.now += 2 * ONE_DEATH_SECONDS
+            processes.clock.now += 30.0
             await processes.die(still, url, "a", instance="first", prompt="the cause")
             await still.read()
 

@@ -63,16 +63,16 @@ async def test_a_death_by_a_request_in_quarantine_makes_no_other_suspected():
     assert not is_quarantined(quarantine, tenant="b")
 
 
-async def test_a_tenant_is_refused_after_five_deaths_by_its_requests_in_quarantine():
+async def test_a_tenant_is_refused_after_four_deaths_by_its_requests_in_quarantine_without_others():
     """Further requests of its own on the same engines stay suspected: each may be a cause as well."""
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for _ in range(2):
         clock.now += 10.0
-        record = engine(a=3, b=1)
-        for number in range(3):
+        record = engine(a=4, b=1)
+        for number in range(4):
             quarantine.died(record, "a", (), NamedBody(BODY | {"prompt": f"{number}"}))
         quarantine.died(record, "b", (), NamedBody(BODY))
-    for number in range(3):
+    for number in range(4):
         assert not is_quarantined(quarantine, prompt="another")
         assert await apart(quarantine, prompt=f"{number}") == {"b"}
         clock.now += 10.0
@@ -80,7 +80,7 @@ async def test_a_tenant_is_refused_after_five_deaths_by_its_requests_in_quaranti
     with pytest.raises(Quarantined) as caught:
         await quarantine.check("a", (), NamedBody(BODY | {"prompt": "another"}))
     assert (caught.value.status, caught.value.code) == (422, "tenant_quarantined")
-    assert caught.value.headers == {"Retry-After": "100"}
+    assert caught.value.headers == {"Retry-After": "70"}
     with pytest.raises(Quarantined):
         quarantine.check_adapter("a", "d")
     assert not is_quarantined(quarantine, tenant="b")
