@@ -13,12 +13,11 @@ import torch
 from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
-from engine.config import SIMULATED, BatchSizes, EngineConfig, StepTime
+from engine.config import BatchSizes, EngineConfig, StepTime
 from engine.draft import Draft, find_draft, num_weights
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.rehearsal import Rehearsal
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
-from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
 from engine.execution.simulated import SimulatedRunner
 from engine.memory import (
     Needs,
@@ -38,6 +37,7 @@ from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
 from engine.scheduling.proposer import Proposer
 from engine.speculative_config import refused
+from kernels.devices import kind_of
 from kernels.platform import Platform, default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
@@ -250,7 +250,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
     """Return the configured device. Raises ConfigError if this machine has no such device."""
     if config.device == "auto":
         return default_device()
-    device = SIMULATED_DEVICE if config.device.startswith(SIMULATED) else torch.device(config.device)
+    device = torch.device(kind_of(config.device).torch_type)
     if not platform_of(device).is_available():
         raise ConfigError("device", f"expected cpu or auto: torch sees no {config.device.upper()} device")
     return device

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.speculative_config import SpeculativeConfig
+from kernels.devices import DEVICES, SIMULATED
 from wire.errors import ConfigError
 from wire.options import ByDevice, Times, check_options, option, options
 
@@ -18,8 +19,7 @@ CoreForm = Literal["process", "thread"]
 ToolFormatName = Literal["hermes", "llama3_json"]
 MetricsNames = Literal["loraplex", "vllm"]
 
-DEVICES = ("auto", "cpu", "cuda")
-SIMULATED = "simulated"
+DEVICE_NAMES = ("auto", *DEVICES)
 # Maximum of each time in a simulated step.
 MAX_STEP_S = 60.0
 
@@ -43,7 +43,7 @@ class StepTime:
         except ValueError:
             seconds = []
         if kind != SIMULATED or len(seconds) not in (2, 3) or not all(0 <= s <= MAX_STEP_S for s in seconds):
-            expected = f"{', '.join(DEVICES)} or {SIMULATED}:STEP_MS,MS_PER_TOKEN, such as {SIMULATED}:4.5,0.01"
+            expected = f"{', '.join(DEVICE_NAMES)} or {SIMULATED}:STEP_MS,MS_PER_TOKEN, such as {SIMULATED}:4.5,0.01"
             raise ConfigError("device", f"expected {expected}; got {device!r}")
         return cls(*seconds)
 
@@ -153,7 +153,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.device not in DEVICES:
+        if self.device not in DEVICE_NAMES:
             StepTime.parse(self.device)
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")

@@ -24,7 +24,7 @@ from engine.build import (
     resolve_device,
     resolve_dtypes,
 )
-from engine.config import SIMULATED, BatchSizes, EngineConfig
+from engine.config import BatchSizes, EngineConfig
 from engine.draft import find_draft
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.seats import seat_bytes
@@ -47,6 +47,7 @@ from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throu
 from engine.sizing_steps import MeasuredSteps
 from engine.step_log import StepWork
 from kernels.cpu.plain import TorchOps
+from kernels.devices import SIMULATED
 from kernels.gpu import schemes
 from kernels.ops import Ops
 from kernels.platform import Platform, pick_ops, platform_of

@@ -1,15 +1,17 @@
 """Interface of a device: every difference between devices outside of the ops, and the choice of the platform.
 
-A new device is a `Platform` and a line in `platform_of`.
+A new device is a `Platform` and a line in `kernels/devices.py`.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.devices import DEVICES, KINDS
 from kernels.ops import Ops
 
 Step = Callable[[], Tensor]
@@ -122,24 +124,18 @@ class Platform(Protocol):
 @cache
 def platform_of(device: torch.device) -> Platform:
     """Return the platform of a device. Raises ValueError for an unknown kind of device."""
-    if device.type == "cuda":
-        from kernels.gpu.platform import CudaPlatform
-
-        return CudaPlatform(device)
-    if device.type == "cpu":
-        from kernels.cpu.platform import CpuPlatform
-
-        return CpuPlatform()
-    if device.type == "meta":
-        from kernels.simulated.platform import SimulatedPlatform
-
-        return SimulatedPlatform()
-    raise ValueError(f"device: expected cpu, cuda or meta, got {device.type}")
+    for kind in KINDS:
+        if kind.torch_type == device.type:
+            # Imported here, because a platform's modules need what only its machines have.
+            platform: Platform = getattr(import_module(kind.module), kind.platform)(device)
+            return platform
+    raise ValueError(f"device: expected one of {', '.join(kind.torch_type for kind in KINDS)}, got {device.type}")
 
 
 def default_device() -> torch.device:
     """Return the fastest device of this machine."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    devices = (torch.device(kind.torch_type) for kind in reversed(DEVICES.values()))
+    return next(device for device in devices if platform_of(device).is_available())
 
 
 def pick_ops(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from engine.config import CoreForm, EngineConfig
 from engine.core.client import Core, Link
 from engine.core.frames import Frames, head
-from kernels.presence import may_have_gpu
+from kernels.devices import kind_of
 
 if TYPE_CHECKING:
     from engine.core.service import CoreService
@@ -30,8 +30,7 @@ def form_of(config: EngineConfig) -> CoreForm:
     """
     if config.core is not None:
         return config.core
-    is_cpu = config.device == "cpu" or (config.device == "auto" and not may_have_gpu())
-    return "thread" if is_cpu else "process"
+    return "thread" if kind_of(config.device).is_host else "process"
 
 
 async def open_link(core: Core, config: EngineConfig) -> Link:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kernels.cgroups import memory_limit, read
-from kernels.immediate import ImmediateLane, ImmediatePlatform
 from kernels.memory import lazy_zeros
 from kernels.ops import Ops
+from kernels.synchronous import SynchronousLane, SynchronousPlatform
 
 
-class CpuPlatform(ImmediatePlatform):
+class CpuPlatform(SynchronousPlatform):
     name = "machine"
     is_host = True
     has_ops = True
@@ -64,7 +64,7 @@ def _resident(field: str) -> int:
     return 0
 
 
-class HostLane(ImmediateLane):
+class HostLane(SynchronousLane):
     """Lane of a device that is the host."""
 
     in_place = True

@@ -10,10 +10,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kernels.immediate import ImmediateLane, ImmediatePlatform
+from kernels.synchronous import SynchronousLane, SynchronousPlatform
 
 
-class SimulatedPlatform(ImmediatePlatform):
+class SimulatedPlatform(SynchronousPlatform):
     name = "simulated device"
     is_host = False
     has_ops = False
@@ -39,7 +39,7 @@ class SimulatedPlatform(ImmediatePlatform):
         return SimulatedLane()
 
 
-class SimulatedLane(ImmediateLane):
+class SimulatedLane(SynchronousLane):
     """Lane whose copies take no time. The host packs each row as for a GPU."""
 
     in_place = False

@@ -12,6 +12,7 @@ from adapters.store import DirectoryStore
 from engine.config import EngineConfig
 from engine.core import process
 from engine.core.process import form_of
+from kernels.devices import DeviceKind
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
 
@@ -132,7 +133,7 @@ def test_the_form_follows_the_device(monkeypatch: pytest.MonkeyPatch):
         return form_of(EngineConfig(model="m", **fields))
 
     for has_gpu in (True, False):
-        monkeypatch.setattr(process, "may_have_gpu", lambda has_gpu=has_gpu: has_gpu)
+        monkeypatch.setattr(DeviceKind, "may_exist", lambda kind, has_gpu=has_gpu: kind.is_host or has_gpu)
         forms = {device: form(device=device) for device in ("auto", "cpu", "cuda", "simulated:1,0")}
         assert forms == {
             "auto": "process" if has_gpu else "thread", "cpu": "thread", "cuda": "process", "simulated:1,0": "process"

@@ -17,7 +17,7 @@ class Done:
         pass
 
 
-class ImmediateLane:
+class SynchronousLane:
     """Lane without work to wait for. A copy does nothing: the source is the target, or the target has no memory."""
 
     def launched(self) -> Done:
@@ -30,7 +30,10 @@ class ImmediateLane:
         return Done()
 
 
-class ImmediatePlatform:
+class SynchronousPlatform:
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: the only one of its kind."""
+
     def is_available(self) -> bool:
         return True
 
