@@ -352,16 +352,3 @@ class AllowanceRequest(Struct):
     def check(self) -> None:
         if self.tokens < 0:
             raise BadRequest("tokens", f"tokens: expected 0 or more, got {self.tokens}")
-
-
-def prompt_too_long(field: str, limit: int, at_least: int) -> BadRequest:
-    """Build the error for a prompt that exceeds the context length `limit`.
-
-    Clients recognise OpenAI's wording and shorten the prompt.
-    """
-    return BadRequest(
-        field,
-        f"This model's maximum context length is {limit} tokens. However, your {field} has more than {at_least} "
-        f"tokens. Please reduce its length.",
-        "context_length_exceeded",
-    )

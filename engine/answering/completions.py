@@ -26,10 +26,11 @@ from engine.metrics.metrics import Metrics
 from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import NewRequest
 from engine.state import EngineFacts
+from wire.context import context_exceeded, prompt_too_long
 from wire.decoding import decode, is_quick
 from wire.errors import BadRequest
 from wire.http_body import read_body
-from wire.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest, prompt_too_long
+from wire.requests import ChatCompletionRequest, CompletionRequest, SamplingRequest
 from wire.telemetry.spans import NO_SPAN, SPAN
 from wire.text.tokenizer import TextTooLong, Tokenizer
 
@@ -208,15 +209,8 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
         asked = body.max_new_tokens
         if room < (asked or 1):
-            # OpenAI's wording, which clients parse to learn that they must shorten the prompt.
-            needed = prompt + (asked or 1)
-            raise BadRequest(
-                prompt_field if room < 1 else body.max_new_tokens_field,
-                f"This model's maximum context length is {context} tokens. However, you requested {needed} "
-                f"tokens ({prompt} in the {prompt_field}, {asked or 1} in the completion). Please reduce the length of "
-                f"the {prompt_field} or of the completion.",
-                "context_length_exceeded",
-            )
+            field = prompt_field if room < 1 else body.max_new_tokens_field
+            raise context_exceeded(field, context, prompt, asked or 1, prompt_field)
         limit = min(default or room, room) if asked is None else asked
         if (body.min_tokens or 0) > limit:
             raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the token limit of this answer")

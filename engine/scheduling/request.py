@@ -11,6 +11,7 @@ from engine.errors import Fault
 from engine.scheduling.logit_edits import LogitEdits
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.token_rules import AllowedTokens, BannedWords
+from wire.context import context_exceeded
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
@@ -153,17 +154,11 @@ class NewRequest:
         prompt, params = self.prompt_token_ids, self.params
         if not prompt:
             raise BadRequest("prompt", "expected at least one token, got an empty prompt")
-        if len(prompt) >= max_model_len:
-            message = f"the prompt's {len(prompt)} tokens fill this model's context of {max_model_len} tokens"
-            raise BadRequest("prompt", message)
         if params.max_tokens < 1:
             raise BadRequest("max_tokens", f"expected at least 1, got {params.max_tokens}")
         if len(prompt) + params.max_tokens > max_model_len:
-            raise BadRequest.of(
-                "max_tokens",
-                f"{len(prompt)} prompt tokens and max_tokens {params.max_tokens} together exceed this model's "
-                f"context of {max_model_len} tokens",
-            )
+            field = "prompt" if len(prompt) >= max_model_len else "max_tokens"
+            raise context_exceeded(field, max_model_len, len(prompt), params.max_tokens, "prompt")
         if self.weight <= 0:
             raise BadRequest("weight", f"expected a number above 0, got {self.weight}")
         if self.ttft_target is not None and self.ttft_target <= 0:

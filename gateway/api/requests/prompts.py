@@ -17,8 +17,9 @@ from gateway.fleet.kinds.fields import check_fields
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base
+from wire.context import answer_too_long, context_exceeded, prompt_too_long
 from wire.decoding import decode, is_quick
-from wire.requests import ChatCompletionRequest, CompletionRequest, prompt_too_long
+from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.text.tokenizer import TextTooLong, Tokenizer
 
 # OpenAI's default for /v1/completions.
@@ -133,13 +134,7 @@ class PromptReader:
             default = self._default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
             max_tokens = max(1, min(default, limit - longest))
         if longest + max_tokens > limit:
-            raise BadRequest(
-                f"This model's maximum context length is {limit} tokens. However, you requested "
-                f"{longest + max_tokens} tokens ({longest} in the {field}, {max_tokens} in the completion). "
-                f"Please reduce the length of the {field} or of the completion.",
-                param=field,
-                code="context_length_exceeded",
-            )
+            raise context_exceeded(field, limit, longest, max_tokens, field)
         choices = len(lengths) * (request.n or 1)
         most = self._max_event_bytes if request.stream else self._max_answer_bytes
         check_answer_size(request, prompt_tokens, choices * max_tokens, most)
@@ -180,13 +175,7 @@ def _check_max_tokens(request: AnyRequest, limit: int) -> None:
     Raises BadRequest.
     """
     if (request.max_new_tokens or 0) > limit:
-        field = request.max_new_tokens_field
-        raise BadRequest(
-            f"This model's maximum context length is {limit} tokens. However, you requested {request.max_new_tokens} "
-            f"tokens in the completion. Please reduce {field}.",
-            param=field,
-            code="context_length_exceeded",
-        )
+        raise answer_too_long(request.max_new_tokens_field, limit, request.max_new_tokens or 0)
 
 
 def _lengths(tokenizer: Tokenizer, request: AnyRequest, limit: int) -> list[int]:
