@@ -8,7 +8,6 @@ import pytest
 
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
-from gateway.errors import BadRequest as Refused
 from gateway.fleet.kinds.vllm import VllmFields
 from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.tiny import save_byte_level_tokenizer
@@ -89,7 +88,7 @@ async def test_an_answer_longer_than_the_context_is_refused_before_the_prompt_is
         return [1]
 
     monkeypatch.setattr(tokenizer, "encode_chat", encode)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(BadRequest) as refused:
         await count(tokenizer, **{"max_tokens": None, field: 4097})
     assert (refused.value.param, refused.value.code) == (field, "context_length_exceeded")
     assert not counted
