@@ -10,7 +10,7 @@ from typing import Any
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.attempts import Attempts
-from gateway.billing.charges import CUT, Charge, Ending, Used, charge
+from gateway.billing.charges import Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
@@ -368,13 +368,12 @@ class Accounting:
 
         ended: on the clock of the account's `arrived`. Returns whether that is possible.
         """
-        row = account.row(account.charge(None), ended)
+        charged = account.charge(None)
+        row, billed = account.row(charged, ended), charged.billed
         end = LeaseEnd(**{name: getattr(row, name) for name in LeaseEnd.__struct_fields__})
-        received = account.used if account.ending in CUT else Used()
-        is_free = account.ending.is_unanswered
         try:
             self._quota.progress(
-                account.reservation, engine, received.prompt, received.completion, is_free=is_free, end=end
+                account.reservation, engine, billed.prompt, billed.completion, is_free=charged.is_free, end=end
             )
             return await self._quota.hand_over(account.reservation)
         except Unavailable as error:
