@@ -11,7 +11,6 @@ from gateway.access.auth import TenantPrincipal
 from gateway.api.requests.fields import json_response
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
-from gateway.limits.kinds import BUDGET, BY_LETTER, GAUGE
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
@@ -111,7 +110,7 @@ def limits_left(owner: str, found: Iterable[Left | Limit], now: datetime, curren
     for each in found:
         limit, remaining, at = _parts(each, now)
         if limit.owner == owner:
-            is_money = limit.letter in BUDGET
+            is_money = limit.kind.is_budget
             rests[limit.name] = RestOfLimit(
                 limit=exact_money(limit.value) if is_money else limit.value,
                 remaining=_money(remaining) if is_money else remaining,
@@ -123,13 +122,13 @@ def limits_left(owner: str, found: Iterable[Left | Limit], now: datetime, curren
 
 def budget_left(found: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
     """Return the budget with the least left; None without budgets."""
-    budgets = [parts for each in found if (parts := _parts(each, now))[0].letter in BUDGET]
+    budgets = [parts for each in found if (parts := _parts(each, now))[0].kind.is_budget]
     if not budgets:
         return None
     limit, remaining, at = min(budgets, key=lambda parts: parts[0].value if parts[1] is None else parts[1])
     return BudgetLeft(
         owner="key" if limit.owner == "key" else "tenant",
-        period=BY_LETTER[limit.letter].period or "",
+        period=limit.kind.period or "",
         limit=exact_money(limit.value),
         spent=None if remaining is None else exact_money(limit.value - remaining),
         remaining=_money(remaining),
@@ -142,7 +141,7 @@ def _parts(each: Left | Limit, now: datetime) -> tuple[Limit, int | None, dateti
     """Return (limit, remaining amount, reset time); the last two are None if unknown."""
     if isinstance(each, Limit):
         return each, None, None
-    at = None if each.limit.letter in GAUGE else now + timedelta(milliseconds=each.reset)
+    at = None if each.limit.kind.is_gauge else now + timedelta(milliseconds=each.reset)
     return each.limit, each.remaining, at
 
 

@@ -57,6 +57,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return self.takes == "cost"
 
     @property
+    def takes_one(self) -> bool:
+        """Return whether each use takes one, however large it is."""
+        return self.takes == "one"
+
+    @property
     def is_gauge(self) -> bool:
         """Return whether a use counts only while it runs."""
         return self.period is None
@@ -217,13 +222,15 @@ ALERT_KINDS = tuple(kind for kind in KINDS if kind.charged == "alert")
 # Kinds that the script counts, by their letters.
 BY_LETTER = {kind.letter: kind for kind in KINDS if kind.letter}
 
-# Letters of the counted kinds by property, for the script and its twin. WINDOW_BY_LETTER maps letters to microseconds.
+# Letters of the counted kinds by property, for the script and its twin; other code asks `Limit.kind`.
+# WINDOW_BY_LETTER maps letters to microseconds.
 WINDOW_BY_LETTER = {letter: kind.window for letter, kind in BY_LETTER.items() if kind.window is not None}
-TAKES_ONE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "one")
+TAKES_ONE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes_one)
 GAUGE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_gauge)
 TOKEN_RATE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_token_rate)
 BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_budget)
-# Period of a budget by letter, and the names of the budgets.
+# Counted budgets, the period of each by letter, and the names of all budgets, soft ones included.
+BUDGET_KINDS = tuple(kind for kind in KINDS if kind.is_budget and kind.letter)
 PERIOD_BY_LETTER = {letter: str(kind.period) for letter, kind in BY_LETTER.items() if kind.is_budget}
 BUDGET_NAMES = tuple(kind.name for kind in KINDS if kind.is_budget)
 # Days of the rolling budgets by letter. A budget of a period, and a soft one, by the period's name.

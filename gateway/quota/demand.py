@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.limits.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.records.money.prices import FREE, Price
 from wire.responses import ASK_TOKENS
@@ -69,7 +68,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def needed(self, limit: Limit, completion: int) -> int:
         """Return the room that a limit must have to grant `completion` tokens."""
         tokens = self.prompt_tokens + completion
-        if limit.letter in TOKEN_RATE:
+        if limit.kind.is_token_rate:
             at_first = self.prompt_tokens + min(self.first_completion, completion)
             return min(tokens, at_first + limit.value // HEADROOM, limit.value)
         return limit.amount(tokens, self.price.highest_cost(self.prompt_tokens, completion))
@@ -83,7 +82,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         if self.expected is None:
             return self
         tokens = self.prompt_tokens + self.completion
-        above = [limit.value for limit in limits if limit.letter in TOKEN_RATE and tokens > limit.value]
+        above = [limit.value for limit in limits if limit.kind.is_token_rate and tokens > limit.value]
         if not above:
             return self
         room = min(above) - self.prompt_tokens

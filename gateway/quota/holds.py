@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from gateway.errors import RateLimited
-from gateway.limits.kinds import TOKEN_RATE
 from gateway.quota.demand import Demand
 from gateway.quota.growth import Expectations, Hold, Pace
 from gateway.quota.limits import Limit
@@ -40,7 +39,7 @@ class Holds:
 
         model: empty for an upload, from whose length nothing is learnt.
         """
-        rates = {limit.field: limit for limit in limits if limit.letter in TOKEN_RATE}
+        rates = {limit.field: limit for limit in limits if limit.kind.is_token_rate}
         if demand.expected is None or not rates:
             return reservation
         tenant_id, request_id = demand.tenant_id, demand.request_id

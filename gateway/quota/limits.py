@@ -5,13 +5,11 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.limits.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
+from gateway.limits.kinds import BY_LETTER, KINDS, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.usage_sums import ALL, UsagePart
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import ANY_ADAPTER
-
-CLASSES = {letter: kind.limit_class for letter, kind in BY_LETTER.items()}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
@@ -28,14 +26,18 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
     part: UsagePart = ALL
 
     @property
+    def kind(self) -> Kind:
+        return BY_LETTER[self.letter]
+
+    @property
     def name(self) -> str:
-        return BY_LETTER[self.letter].name
+        return self.kind.name
 
     def amount(self, tokens: int, cost: int) -> int:
         """Return the amount that a request with these tokens and this cost takes of the limit."""
-        if self.letter in TAKES_ONE:
+        if self.kind.takes_one:
             return 1
-        return cost if self.letter in BUDGET else tokens
+        return cost if self.kind.is_budget else tokens
 
 
 NO_LIMITS = Limits()

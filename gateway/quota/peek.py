@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from gateway.limits.kinds import BUDGET, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.recall import Recall
 from gateway.quota.rolling import DailySpend, day_of
@@ -45,7 +44,7 @@ async def peek(
             remaining = max(0, remaining - math.ceil(used.counted))
             if used.days:
                 reset = max(reset, DailySpend(day_of(since), used.days).reset(since))
-            elif limit.letter not in BUDGET:
-                reset += math.ceil(used.counted * WINDOW_BY_LETTER[limit.letter] / limit.value / 1000)
+            elif window := limit.kind.window:
+                reset += math.ceil(used.counted * window / limit.value / 1000)
         found.append(Left(limit, remaining, reset))
     return found

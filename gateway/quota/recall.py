@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 from gateway.errors import Unavailable
-from gateway.limits.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
+from gateway.limits.kinds import ROLLING_BUDGET
 from gateway.limits.periods import period_start
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
@@ -151,11 +151,11 @@ class Recall:
             costs = await past.cost_by_day(tenant_id, start, until, limit.part)
             days = tuple(costs.get(start + number * DAY, 0) for number in range(length))
             return Used(sum(days), sum(days), days)
-        if limit.letter in BUDGET:
+        if limit.kind.is_budget:
             cost = await past.cost(tenant_id, period_start(limit.letter, until), until, limit.part)
             return Used(cost, cost)
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
-        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.letter not in TAKES_ONE)
+        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=not limit.kind.takes_one)
         return Used(still_counted(hours, limit.value, until), sum(amount for _, amount in hours))
 
 

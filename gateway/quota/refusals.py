@@ -5,19 +5,22 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from gateway.errors import BadRequest, Exceeded, RateLimited
-from gateway.limits.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
+from gateway.limits.kinds import REQUEST_KINDS
 from gateway.limits.periods import period_words
 from gateway.quota.demand import Demand
-from gateway.quota.limits import CLASSES, Limit
+from gateway.quota.limits import Limit
 from wire.headers import BUDGET_HEADER
 from wire.money import exact_money, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
 
-# Suffix of the headers -> the kinds of limits that they report.
-_OF_REQUESTS = {kind.letter for kind in REQUEST_KINDS}
-HEADERS = {"requests": TAKES_ONE & WINDOW_BY_LETTER.keys() & _OF_REQUESTS, "tokens": TOKEN_RATE & _OF_REQUESTS}
+_RATES = [kind for kind in REQUEST_KINDS if kind.window is not None]
+# Suffix of the headers -> the names of the limits that they report.
+HEADERS = {
+    "requests": {kind.name for kind in _RATES if kind.takes_one},
+    "tokens": {kind.name for kind in _RATES if kind.is_token_rate},
+}
 WHOLE_ANSWER = (
     " Non-streaming requests to this model reserve all of max_tokens. A streaming request reserves less at first, and "
     "more as its answer grows."
@@ -33,14 +36,14 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
     prompt, least, grows = demand.prompt_tokens, demand.least, demand.expected is not None
     cost = demand.price.highest_cost(prompt, least)
     for limit in limits:
-        is_rate = limit.letter in TOKEN_RATE
+        is_rate = limit.kind.is_token_rate
         completion = min(demand.choices, least) if is_rate and grows else least
         tokens = prompt + completion
-        if limit.letter in TAKES_ONE or limit.value == 0 or limit.amount(tokens, cost) <= limit.value:
+        if limit.kind.takes_one or limit.value == 0 or limit.amount(tokens, cost) <= limit.value:
             # The script reports a budget of 0 as spent, never the request as too large.
             continue
         needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer{_default(demand)})"
-        if limit.letter in BUDGET:
+        if limit.kind.is_budget:
             needs += f" at a cost of {format_money(cost, demand.currency)}"
         raise BadRequest(
             f"This request needs {needs}, more than the whole limit of {_value(limit, demand.currency)} of this "
@@ -57,7 +60,7 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
     limit, (remaining, wait, _) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
     needed = demand.needed(limit, demand.least)
-    if limit.letter in BUDGET:
+    if limit.kind.is_budget:
         state = "is used up" if remaining <= 0 else "is nearly used up"
         whole, cost, left = (format_money(max(0, each), demand.currency) for each in (limit.value, needed, remaining))
         message = (
@@ -68,13 +71,13 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
         parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
         message = (
             f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}"
-            f"{parts if demand.by_default and limit.letter not in TAKES_ONE else ''}, remaining {remaining}. "
+            f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {remaining}. "
             f"Try again in {describe_wait(seconds)}."
         )
     return RateLimited(
         message,
-        limit=CLASSES[limit.letter],
-        code="insufficient_quota" if limit.letter in BUDGET else None,
+        limit=limit.kind.limit_class,
+        code="insufficient_quota" if limit.kind.is_budget else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
         exceeded=Exceeded(
             name=limit.name, owner=limit.owner, value=limit.value, needed=needed, remaining=max(0, remaining)
@@ -86,11 +89,11 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
     """Build the error that ends an answer or an upload when a limit has no more room. wait: ms until it has some."""
     seconds = math.ceil(wait / 1000)
     end = "The answer ends here; the generated tokens are charged."
-    if BY_LETTER[limit.letter].charged == "upload":
+    if limit.kind.charged == "upload":
         end = "The upload ends here; the received bytes count."
     return RateLimited(
         f"Rate limit reached for this {limit.owner}: {_value(limit)}. {end} Try again in {describe_wait(seconds)}.",
-        limit=CLASSES[limit.letter],
+        limit=limit.kind.limit_class,
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )
 
@@ -100,13 +103,13 @@ def rate_headers(limits: Sequence[Limit], states: States, currency: str = "") ->
     remaining amount of the tightest budget, such as `37.60 EUR`.
     """
     headers = {}
-    budgets = [state[0] for limit, state in zip(limits, states, strict=True) if limit.letter in BUDGET]
+    budgets = [state[0] for limit, state in zip(limits, states, strict=True) if limit.kind.is_budget]
     if budgets:
         headers[BUDGET_HEADER] = f"{exact_money(min(budgets))} {currency}".rstrip()
-    for name, kinds in HEADERS.items():
+    for name, reported in HEADERS.items():
         tightest = None
         for limit, state in zip(limits, states, strict=True):
-            if limit.letter in kinds and (tightest is None or state[0] < tightest[1][0]):
+            if limit.name in reported and (tightest is None or state[0] < tightest[1][0]):
                 tightest = limit, state
         if tightest is not None:
             limit, (remaining, _, reset) = tightest
@@ -149,8 +152,8 @@ def _default(demand: Demand) -> str:
 
 def _value(limit: Limit, currency: str = "") -> str:
     """Return a limit's value with its unit."""
-    value = format_money(limit.value, currency) if limit.letter in BUDGET else str(limit.value)
-    return f"{value} {BY_LETTER[limit.letter].unit.format(s='' if limit.value == 1 else 's')}"
+    value = format_money(limit.value, currency) if limit.kind.is_budget else str(limit.value)
+    return f"{value} {limit.kind.unit.format(s='' if limit.value == 1 else 's')}"
 
 
 def _midnight(seconds: int) -> str:

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
-from gateway.limits.kinds import BUDGET
 from gateway.quota.demand import Demand
 from gateway.quota.fallback import Mode
-from gateway.quota.limits import CLASSES, Limit
+from gateway.quota.limits import Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
@@ -33,14 +32,14 @@ class WithoutRedis:
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
         """Return whether a request under these limits is refused."""
-        return "closed" in ({self.modes[CLASSES[limit.letter]] for limit in limits} or {self.modes["requests"]})
+        return "closed" in ({self.modes[limit.kind.limit_class] for limit in limits} or {self.modes["requests"]})
 
     def shares(self, tenant_id: str, limits: Sequence[Limit]) -> list[Limit]:
         """Return this gateway's shares of the limits in the mode "local"."""
         return [
             Limit(limit.field, limit.owner, limit.letter, self._share(tenant_id, limit))
             for limit in limits
-            if self.modes[CLASSES[limit.letter]] == "local"
+            if self.modes[limit.kind.limit_class] == "local"
         ]
 
     def acquire(self, shares: Sequence[Limit], demand: Demand) -> Reservation:
@@ -63,11 +62,11 @@ class WithoutRedis:
     def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
         """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
-            if limit.letter in BUDGET:
+            if limit.kind.is_budget:
                 self._budgets.put(tenant_id, limit.field, state[0])
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
-        whole = self._budgets.get(tenant_id, limit.field) if limit.letter in BUDGET else limit.value
+        whole = self._budgets.get(tenant_id, limit.field) if limit.kind.is_budget else limit.value
         return max(1, (whole or 0) // self._gateways())
 
 

@@ -9,7 +9,6 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
-from gateway.limits.kinds import BY_LETTER
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.examples import example_models, make_snippets, origin
 from gateway.pages.parts.forms import term_text
@@ -86,7 +85,7 @@ class ConsoleHome(ConsolePages):
         rows = []
         for each in found:
             limit = each.limit if isinstance(each, Left) else each
-            title, source = BY_LETTER[limit.letter].help, OWNERS.get(limit.owner, limit.owner)
+            title, source = limit.kind.help, OWNERS.get(limit.owner, limit.owner)
             text = term_text(limit.name, limit.value)
             if isinstance(each, Left):
                 rows.append(used_row(each, title, text, source, self.console.currency, now))

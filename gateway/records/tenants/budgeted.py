@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Row, func, or_, select
 
-from gateway.limits.kinds import BUDGET, BUDGET_NAMES, BY_LETTER, PERIOD_BY_LETTER, SOFT_BUDGET
+from gateway.limits.kinds import BUDGET_KINDS, BUDGET_NAMES, SOFT_BUDGET
 from gateway.records.database import Database
 from gateway.records.tables import tenants
 from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits, read_soft_budgets
@@ -96,8 +96,8 @@ def _read(row: Row[Any]) -> BudgetedTenant:
     return BudgetedTenant(
         id=row.id,
         name=row.name,
-        budgets={kind: value for kind in BUDGET if (value := getattr(limits, BY_LETTER[kind].name))},
-        soft={kind: value for kind in BUDGET if (value := getattr(soft, SOFT_BUDGET[PERIOD_BY_LETTER[kind]]))},
+        budgets={kind.letter: value for kind in BUDGET_KINDS if (value := getattr(limits, kind.name))},
+        soft={kind.letter: value for kind in BUDGET_KINDS if (value := getattr(soft, SOFT_BUDGET[str(kind.period)]))},
         warn_at=read_shares(row.budget_warn_at),
         has_own=row.budget_warn_at is not None,
         suspended=row.suspended,
