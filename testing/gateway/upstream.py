@@ -40,66 +40,67 @@ class Upstream:
     allowance.
     """
 
+    url = ""
+    model = "base"
+    instance = "one"
+    token = TOKEN
+    # Its release, and the digest of its base model; None: it reports none.
+    version: str | None = None
+    base_digest: str | None = None
+    healthy = True
+    draining = False
+    # Requests of other gateways here, and the seats of its batch. With seats, it reports its own requests as running.
+    running = 0
+    seats = 0
+    # Whether it pushes its state.
+    pushes = True
+    # Adapters in its host memory; None: the state omits them, as if unchanged or not supported.
+    host: list[str] | None = None
+    # Whether it keeps allowances, and whether it follows hints.
+    keeps_allowances = False
+    takes_hints = True
+    # Status of its answer to a probe. 0: it closes the connection; None: it cannot probe.
+    probe_status: int | None = None
+    # Refusal of every request: a status and an error code, or None to cut the connection.
+    refuses: tuple[int, str] | Literal[False] | None = False
+    # Whether it compiles further structured outputs or refuses them.
+    compiles = True
+    # False: an engine without our extensions, like vLLM.
+    says_progress = True
+    remembers = True
+    # Sends no state and starts no answer, as if stopped.
+    mute = False
+    holds = False
+    # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
+    receipt: str | Literal[True] | None = True
+    # The characters of whole answers, repeated.
+    alphabet = "a"
+    # Streams of requests with `pause` wait after their first event.
+    paused = True
+    # Counts: requests that clients cancelled, events, followers of its state, and probes.
+    cancelled = events = followers = probed = 0
+    _active = _revision = 0
+
     def __init__(self) -> None:
-        self.url = ""
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
-        self.cancelled = 0
         # The cost of each request, by its id, as returned by `GET /finished`.
         self.finished: dict[str, dict[str, Any]] = {}
-        self.events = 0
-        self.healthy = True
-        self.token = TOKEN
         self.resident: list[str] = []
         self.activated: list[str] = []
-        # Adapters in its host memory; None: the state omits them, as if unchanged or not supported.
-        self.host: list[str] | None = None
-        # Requests of other gateways here; whether it is draining; whether it pushes its state.
-        self.running = 0
         self.preempted: list[dict[str, Any]] = []
         self.recent_steps: list[dict[str, Any]] = []
-        self.draining = False
-        # Seats of its batch. With seats, it reports its own requests as running.
-        self.seats = 0
-        self.pushes = True
-        self.followers = 0
         # Request id -> the completion tokens that it may generate.
-        self.keeps_allowances = False
-        # Status of its answer to a probe. 0: it closes the connection; None: it cannot probe.
-        self.probe_status: int | None = None
-        self.probed = 0
         self.allowances: dict[str, int] = {}
-        self._active = self._revision = 0
         self._last_push: tuple[object, ...] = ()
-        self.model = "base"
-        # Digest of its base model; None: it reports none.
-        self.base_digest: str | None = None
-        # Its release, and the characters of whole answers, repeated.
-        self.version: str | None = None
-        self.alphabet = "a"
-        # Refusal of every request: a status and an error code, or None to cut the connection.
-        self.refuses: tuple[int, str] | Literal[False] | None = False
-        # The structured outputs compiled so far, and whether further ones are compiled or refused.
+        # The structured outputs compiled so far.
         self.compiled: list[Any] = []
-        self.compiles = True
-        # False: an engine without our extensions, like vLLM.
-        self.says_progress = True
-        self.remembers = True
-        # Sends no state and starts no answer, as if stopped.
-        self.mute = False
-        self.holds = False
-        # Hints by adapter and tenant, and whether they are followed.
+        # Hints by adapter and tenant.
         self.hints: list[tuple[str, str]] = []
-        self.takes_hints = True
         # Further fields of the state.
         self.reported: dict[str, Any] = {}
         self.pins: list[list[str]] = []
-        # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
-        self.receipt: str | Literal[True] | None = True
-        self.instance = "one"
         # Texts of a stream's tokens, in turn. With `logprobs` they have probabilities.
         self.says = ["a"]
-        # Streams of requests with `pause` wait after their first event.
-        self.paused = True
         # Connections of the streams that have not ended.
         self.streaming: set[asyncio.Transport] = set()
 

@@ -159,6 +159,34 @@ async def usage_names_the_bases(folder: Path) -> bool:
     return sorted(rows) == sorted(bases.items())
 
 
+async def check_a_draining_base(bench: Bench, clients: tuple[Client, ...]) -> None:
+    """Drain `beta`: it is listed no more and takes no new adapters, at any gateway."""
+    assert (await bench.change("beta", state="draining")).json["state"] == "draining"
+    for seed, client in enumerate(clients, 5):
+        assert "beta" not in {model["id"] for model in (await client.get("/v1/models")).json["data"]}
+        closed = await bench.upload(client, "late", "beta", seed, base="beta")
+        assert "the base model 'beta' is draining and takes no new adapters" in closed.error["message"]
+
+
+async def check_a_retired_base(bench: Bench, clients: tuple[Client, ...]) -> None:
+    """Retire `beta`: its names are gone at every gateway, and its running streams end as usual."""
+    body = ASK | {"model": "second", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    async with AsyncExitStack() as stack:
+        streams = []
+        for client in clients:
+            asked = bench.gateway.session.post(f"{client.url}/v1/chat/completions", json=body, headers=client.headers)
+            streams.append(await stack.enter_async_context(asked))
+            await streams[-1].content.readline()
+        assert (await bench.change("beta", state="retired", force=True)).status == 200
+        for client, (model, code) in product(clients, (("beta", "model_not_found"), ("second", "base_retired"))):
+            gone = await client.chat(**ASK, model=model)
+            assert (gone.status, gone.error["code"]) == (404, code)
+        for stream in streams:
+            rest = (await stream.read()).decode()
+            assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
+            assert rest.rstrip().endswith("data: [DONE]")
+
+
 async def test_two_bases_then_a_third_then_one_less(bench: Bench, other: Gateway):
     """Two gateways serve all bases without a failed request while an operator changes them at one of the two."""
     gateway = bench.gateway
@@ -196,34 +224,14 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench, other: Gateway
     load.start("third", text_of(await bench.direct(gamma, third.json["digest"])))
     await load.rounds()
 
-    assert (await bench.change("beta", state="draining")).json["state"] == "draining"
-    for seed, client in enumerate((acme, elsewhere), 5):
-        assert "beta" not in {model["id"] for model in (await client.get("/v1/models")).json["data"]}
-        closed = await bench.upload(client, "late", "beta", seed, base="beta")
-        assert "the base model 'beta' is draining and takes no new adapters" in closed.error["message"]
+    await check_a_draining_base(bench, (acme, elsewhere))
     await load.rounds()
     kept = await bench.change("beta", state="retired")
     assert (kept.status, kept.error["code"]) == (409, "conflict")
     assert "1 versions of adapters belong to 'beta': acme/second@1" in kept.error["message"]
 
     await load.stop("beta", "second")
-    body = ASK | {"model": "second", "max_tokens": 200, "stream": True, "ignore_eos": True}
-    async with AsyncExitStack() as stack:
-        streams = []
-        for client in (acme, elsewhere):
-            asked = gateway.session.post(f"{client.url}/v1/chat/completions", json=body, headers=client.headers)
-            streams.append(await stack.enter_async_context(asked))
-            await streams[-1].content.readline()
-        assert (await bench.change("beta", state="retired", force=True)).status == 200
-        for client, (model, code) in product(
-            (acme, elsewhere), (("beta", "model_not_found"), ("second", "base_retired"))
-        ):
-            gone = await client.chat(**ASK, model=model)
-            assert (gone.status, gone.error["code"]) == (404, code)
-        for stream in streams:
-            rest = (await stream.read()).decode()
-            assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
-            assert rest.rstrip().endswith("data: [DONE]")
+    await check_a_retired_base(bench, (acme, elsewhere))
     await load.rounds()
     await load.stop()
     assert load.wrong == []

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
 
-from gateway.errors import BadRequest, GatewayError, translate
+from gateway.errors import GatewayError, translate
 from gateway.records.database import Database
-from gateway.records.events.webhooks import MAX_OF_TENANT, Webhooks
+from gateway.records.events.webhooks import Webhooks
 from gateway.records.money.prices import Price, Prices
 from gateway.records.tables import plans
 from gateway.records.tenants.plans import Plans
@@ -37,21 +37,6 @@ async def test_first_puts_of_a_price_all_succeed(connected: Database):
     made = await at_once(*(prices.put("*", Price(input=n), "op") for n in range(AT_ONCE)))
     assert [type(each).__name__ for each in made] == ["PricedModel"] * AT_ONCE
     assert [each.model for each in await prices.list()] == ["*"]
-
-
-async def test_first_puts_of_a_webhook_make_one(connected: Database):
-    webhooks = Webhooks(connected)
-    made = await at_once(*(webhooks.put("pager", f"https://h/{n}", None, None, "op") for n in range(AT_ONCE)))
-    assert sorted(is_new for _, is_new in made) == [False] * (AT_ONCE - 1) + [True]
-    assert len({webhook.id for webhook, _ in made}) == 1
-
-
-async def test_webhooks_that_are_added_at_once_stay_within_the_limit(connected: Database):
-    acme = await Tenants(connected).create("acme", {}, "op")
-    webhooks = Webhooks(connected)
-    made = await at_once(*(webhooks.put(f"hook{n}", "https://h/", None, acme, "op") for n in range(AT_ONCE)))
-    assert sum(isinstance(each, BadRequest) for each in made) == AT_ONCE - MAX_OF_TENANT
-    assert len(await webhooks.all()) == MAX_OF_TENANT
 
 
 async def test_a_row_that_another_change_made_or_deleted_is_a_conflict(database: Database):
