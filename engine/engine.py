@@ -294,8 +294,8 @@ class Engine:
         return self.adapters.evict(digest)
 
     def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int:
-        """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""
-        return self.scheduler.policy.charge_elsewhere(tenants, time.monotonic())
+        """Add tenants' service at other engines, in cost units. Return the number of those with requests here."""
+        return self.scheduler.policy.add_service_elsewhere(tenants, time.monotonic())
 
     def state(self) -> EngineState:
         scheduler, cache, pool = self.scheduler, self.scheduler.cache, self.adapters

@@ -165,7 +165,7 @@ class Core:
         """Keep the operator's adapters in host memory for a time. Return the number of those kept."""
         return await self._ask(messages.KeepAdapters(list(digests)), int)
 
-    async def charge_elsewhere(self, tenants: Mapping[str, float]) -> int:
+    async def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int:
         """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""
         return await self._ask(messages.ChargeElsewhere(dict(tenants)), int)
 

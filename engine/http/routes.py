@@ -147,7 +147,7 @@ class EngineRoutes:
     async def add_service(self, request: web.Request) -> web.Response:
         """Charge tenants for service that they received at other engines."""
         body = decode(ServiceElsewhere, await read_body(request))
-        return json_response(ServiceCharged(await self.core.charge_elsewhere(body.tenants)))
+        return json_response(ServiceCharged(await self.core.add_service_elsewhere(body.tenants)))
 
     async def probe(self, request: web.Request) -> web.Response:
         """Probe an adapter of the store for the tenant that the gateway names."""

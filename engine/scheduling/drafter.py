@@ -116,7 +116,7 @@ class Drafter:
             if not request.drafts:
                 continue
             if request.status is Status.RUNNING and request.drafts.pop(0) == request.token_ids[-1]:
-                self._policy.charge(request, step_cost(request, 1) - DRAFT)
+                self._policy.add_service(request, step_cost(request, 1) - DRAFT)
                 self._count(request)[1] += 1
                 accepted.append(request)
             else:
@@ -204,9 +204,9 @@ class Drafter:
         self._count(request)[0] += len(drafts)
         plan[request] += len(drafts)
         cost = DRAFT * len(drafts)
-        request.charged += cost
+        request.planned_cost += cost
         # The work of the proposal is done, whether the step runs or not.
-        self._policy.charge(request, cost + proposal.cost)
+        self._policy.add_service(request, cost + proposal.cost)
 
     def _count(self, request: Request) -> list[int]:
         """Return the counts of the request's adapter, drafted and accepted."""

@@ -44,7 +44,7 @@ class Plan(dict[Request, int]):
         num_streams = 0 if rows is None else len(rows.requests)
         for request, num_tokens in islice(self.items(), num_streams, None):
             if request.status is running:
-                request.charged = 0.0
+                request.planned_cost = 0.0
                 if not request.num_drafted:
                     request.num_computed += num_tokens
                     if request.num_computed >= (request.num_registered_blocks + 1) * block_size:

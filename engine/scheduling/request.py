@@ -188,7 +188,8 @@ class Request:
         nothing else has changed since its last output.
     turn: key that orders its tenant's waiting requests. arrived, queued_at: times at which it entered the engine and
         last began to wait.
-    charged: cost of its part of the planned step, returned if the step is not executed; see also `Streams.take_charge`.
+    planned_cost: cost of its part of the planned step, returned if the step is not executed; see also
+        `Streams.take_cost`.
         num_paid: number of its first tokens that had been computed, and so paid for, at a preemption. num_kept: number
         of tokens computed at its last preemption, whose blocks may still be cached; 0 if it has started again.
     drafts: proposed tokens after the newest one that the in-flight step computes, and that no sampled token has
@@ -198,10 +199,11 @@ class Request:
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
-        "cache_salt", "can_draft", "charged", "drafts", "edits", "edits_logits", "error", "error_param",
+        "cache_salt", "can_draft", "drafts", "edits", "edits_logits", "error", "error_param",
         "fault", "finish_reason", "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher",
         "max_num_tokens", "num_adapter_pages", "num_cached_tokens", "num_computed", "num_drafted", "num_kept",
         "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params",
+        "planned_cost",
         "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed",
         "served_digest", "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn",
         "weight",
@@ -241,7 +243,7 @@ class Request:
         self.num_adapter_pages = 0
         self.seat = -1
         self.turn: tuple[int, float, int] = (1, 0.0, arrival)
-        self.arrived = self.queued_at = self.charged = 0.0
+        self.arrived = self.queued_at = self.planned_cost = 0.0
         self.num_paid = self.num_kept = self.quantum_end = 0
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits

@@ -112,7 +112,7 @@ class Scheduler:
         self.adapters.poll()
         # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant_id, num_bytes in self.adapters.take_loaded_bytes().items():
-            self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
+            self.policy.add_tenant_service(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
         for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
             self._preempt(request, plan, claimant)
         num_preemptions = self.num_preemptions
@@ -203,10 +203,10 @@ class Scheduler:
         return [request for request in prompts if request.status is Status.RUNNING] if prompts else prompts
 
     def _plan(self, plan: Plan, request: Request, num_tokens: int) -> None:
-        """Plan a request's next tokens and charge them at once, so that the next choice already counts them."""
+        """Plan a request's next tokens and count their service at once, so that the next choice already counts them."""
         plan[request] = num_tokens
-        request.charged = cost = step_cost(request, num_tokens)
-        self.policy.charge(request, cost)
+        request.planned_cost = cost = step_cost(request, num_tokens)
+        self.policy.add_service(request, cost)
 
     def _budget_prompts(self, plan: Plan, most: int, prompts: Sequence[Request]) -> PromptBudget:
         if self._pacer is None:
@@ -277,7 +277,7 @@ class Scheduler:
         self.is_short = is_worth_it and not self.is_short
         for request in rows if self.is_short else ():
             del plan[request]
-            self._return_charge(request)
+            self._return_service(request)
 
     def _admit(self, request: Request, plan: Plan, budget: int, *, is_first: bool) -> bool:
         """Start a waiting request if a seat and blocks for its whole prompt are free, or if streams of tenants that are
@@ -353,7 +353,7 @@ class Scheduler:
     def _preempt(self, request: Request, plan: Plan, claimant: str) -> None:
         """Put a request back into the queue. claimant: the tenant that it is preempted for."""
         plan.pop(request, None)
-        self._return_charge(request)
+        self._return_service(request)
         self._gave_way.add(request)
         self.num_preemptions += 1
         self.preempted.count(request.tenant_id, claimant)
@@ -362,11 +362,11 @@ class Scheduler:
         request.preempt()
         self.policy.put_back(request, self._clock())
 
-    def _return_charge(self, request: Request) -> None:
+    def _return_service(self, request: Request) -> None:
         """Return the cost of planned work that will not be executed, or whose result will be dropped."""
-        if charged := request.charged + self._streams.take_charge(request):
-            self.policy.charge(request, -charged)
-            request.charged = 0.0
+        if cost := request.planned_cost + self._streams.take_cost(request):
+            self.policy.add_service(request, -cost)
+            request.planned_cost = 0.0
 
     def _count_target(self, request: Request) -> None:
         """Count a request's first token, or its end without one, as within or beyond its target."""
@@ -390,7 +390,7 @@ class Scheduler:
             self._seats.release(request)
         self.cache.forget(request)
         del self.requests[request.request_id]
-        self._return_charge(request)
+        self._return_service(request)
         self.policy.leave(request)
         if request.adapter_digest is not None:
             others = self._by_adapter[request.adapter_digest]

@@ -2,8 +2,8 @@
 
 A step plans the next token of all streams at once. Only the requests that begin or stop decoding between two plans are
 read one by one, so a step costs little for each of the others. The scheduler's loop over the running requests is
-the twin of `Streams.plan`: both plan the same tokens and blocks. Their charges to a tenant are equal up to rounding,
-because the loop divides the cost of each request by the weight, and `Streams` divides the sum. The charges are exactly
+the twin of `Streams.plan`: both plan the same tokens and blocks. A tenant's service is equal up to rounding,
+because the loop divides the cost of each request by the weight, and `Streams` divides the sum. The sums are exactly
 equal if the weights are powers of two.
 """
 
@@ -53,11 +53,11 @@ class Streams:
         self._num_moves = 0  # of the seats, after the last plan
         self._is_launched = False
         self._number = 0
-        self._charged: list[Request] = []  # streams of the last plan, if their charges can be returned
-        self._charges: dict[Request, float] | None = None
+        self._planned: list[Request] = []  # streams of the last plan, if their service can be returned
+        self._planned_costs: dict[Request, float] | None = None
 
     def plan(self, most: int) -> tuple[StreamRows, list[Request]] | None:
-        """Plan the next token of each stream: allocate its blocks, charge its tenant. Return the streams, and the
+        """Plan the next token of each stream: allocate its blocks, add its service to its tenant. Return the streams, and the
         running requests whose prompts are in progress. Return None, without effect, if too few blocks are free or more
         than `most` requests are running.
         """
@@ -87,16 +87,16 @@ class Streams:
         room[short] += cache.block_size
         left -= 1
         self._ending = [requests[i] for i in (left == 0).nonzero()[0].tolist()]
-        self._charge(payers)
-        self._charged, self._charges = requests, None
+        self._add_service(payers)
+        self._planned, self._planned_costs = requests, None
         self._number += 1
         return StreamRows(requests, seats, ends.copy(), joined + grown, self._number), prompts
 
-    def take_charge(self, request: Request) -> float:
-        """Return the charge of a request's token in a plan that was not launched, once; 0.0 if there is none."""
-        if self._charges is None:
-            self._charges = dict(zip(self._charged, self._costs.tolist(), strict=True)) if self._charged else {}
-        return self._charges.pop(request, 0.0)
+    def take_cost(self, request: Request) -> float:
+        """Return the cost of a request's token in a plan that was not launched, once; 0.0 if there is none."""
+        if self._planned_costs is None:
+            self._planned_costs = dict(zip(self._planned, self._costs.tolist(), strict=True)) if self._planned else {}
+        return self._planned_costs.pop(request, 0.0)
 
     def keep(self, rows: StreamRows | None) -> None:
         """Record the streams of a complete plan; None if it differs from that of `plan`: requests were left out or
@@ -110,13 +110,13 @@ class Streams:
         Otherwise the next plan reads the counts of all requests again.
         """
         self._is_launched = rows is not None and rows is self._last
-        self._charged, self._charges = [], None
+        self._planned, self._planned_costs = [], None
 
     def _take_last(self) -> StreamRows | None:
         """Return the streams of the last plan, if their counts are known."""
         last = self._last if self._is_launched else None
         self._last, self._is_launched = None, False
-        self._charged, self._charges = [], None
+        self._planned, self._planned_costs = [], None
         if last is None or len(self._payers) > self._most_payers:
             self._payers.clear()
             self._payer_of.clear()
@@ -151,9 +151,9 @@ class Streams:
                 streams.append(request)
         return streams, prompts
 
-    def _charge(self, payers: np.ndarray) -> None:
-        """Charge the next token of each stream to its tenant."""
+    def _add_service(self, payers: np.ndarray) -> None:
+        """Add the service of each stream's next token to its tenant."""
         self._costs += 1 / CONTEXT_TOKENS
         sums = np.bincount(payers, self._costs)
         for payer in sums.nonzero()[0].tolist():
-            self._policy.charge(self._payers[payer], float(sums[payer]))
+            self._policy.add_service(self._payers[payer], float(sums[payer]))

@@ -1,7 +1,7 @@
 """Fair share between tenants by virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI
 2024, algorithm 2).
 
-Each admission and each prompt chunk goes to the tenant with the least service per weight, and is charged before the
+Each admission and each prompt chunk goes to the tenant with the least service per weight, and is counted before the
 next one is chosen. Independent of blocks and adapters.
 
 A running stream of a tenant that is ahead gives way to a waiting request of one that is behind (`preemptible`), so

@@ -33,7 +33,7 @@ class Turns(Protocol):
     """Order of the prompt work in one step."""
 
     def next(self, *, admits: bool) -> Request | None:
-        """Return the next request, None at the end. Work charged since the last call counts.
+        """Return the next request, None at the end. Service added since the last call counts.
 
         admits: whether waiting requests may be returned; otherwise only prompts in progress are.
         """
@@ -73,15 +73,15 @@ class Policy(Protocol):
         """Forget a request that has ended, after `remove` if it waited."""
         ...
 
-    def charge(self, request: Request, cost: float) -> None:
+    def add_service(self, request: Request, cost: float) -> None:
         """Add the cost of planned work to the tenant's account; a negative cost returns it."""
         ...
 
-    def charge_tenant(self, tenant_id: str, cost: float) -> None:
+    def add_tenant_service(self, tenant_id: str, cost: float) -> None:
         """Add the cost of work that no running request did. A tenant that has left pays nothing."""
         ...
 
-    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+    def add_service_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
         """Add tenants' costs of service at other engines. Return the number of those with requests here; the others pay
         nothing.
         """

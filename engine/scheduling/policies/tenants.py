@@ -164,22 +164,22 @@ class Tenants:
             self._num_active -= 1
             self._forget_idle()
 
-    def charge(self, request: Request, cost: float) -> None:
+    def add_service(self, request: Request, cost: float) -> None:
         account = self.accounts[request.tenant_id]
         account.counter += cost / request.weight
         account.recent += cost
 
-    def charge_tenant(self, tenant_id: str, cost: float) -> None:
+    def add_tenant_service(self, tenant_id: str, cost: float) -> None:
         account = self.accounts.get(tenant_id)
         if account is not None:
             account.counter += cost / account.weight
             account.recent += cost
 
-    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+    def add_service_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
         least = min((account.counter for account in self.waiting.values()), default=inf)
-        charged = [(self.accounts[tenant_id], cost) for tenant_id, cost in costs.items() if tenant_id in self.accounts]
-        charged = [(account, cost) for account, cost in charged if account.num_active]
-        for account, cost in charged:
+        present = [(self.accounts[tenant_id], cost) for tenant_id, cost in costs.items() if tenant_id in self.accounts]
+        present = [(account, cost) for account, cost in present if account.num_active]
+        for account, cost in present:
             # A tenant that is not ahead has no debt left from either engine.
             account.elsewhere = min(account.elsewhere, max(0.0, account.counter - least)) + cost / account.weight
             account.counter += cost / account.weight
@@ -190,7 +190,7 @@ class Tenants:
                 forgiven = min(account.elsewhere, lead)
                 account.counter -= forgiven
                 account.elsewhere -= forgiven
-        return len(charged)
+        return len(present)
 
     def count_target(self, tenant_id: str, *, is_met: bool) -> None:
         account = self.accounts.get(tenant_id)
@@ -287,14 +287,14 @@ class TenantPolicy:
     def leave(self, request: Request) -> None:
         self._tenants.leave(request)
 
-    def charge(self, request: Request, cost: float) -> None:
-        self._tenants.charge(request, cost)
+    def add_service(self, request: Request, cost: float) -> None:
+        self._tenants.add_service(request, cost)
 
-    def charge_tenant(self, tenant_id: str, cost: float) -> None:
-        self._tenants.charge_tenant(tenant_id, cost)
+    def add_tenant_service(self, tenant_id: str, cost: float) -> None:
+        self._tenants.add_tenant_service(tenant_id, cost)
 
-    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
-        return self._tenants.charge_elsewhere(costs, now)
+    def add_service_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+        return self._tenants.add_service_elsewhere(costs, now)
 
     def count_target(self, request: Request, *, is_met: bool) -> None:
         self._tenants.count_target(request.tenant_id, is_met=is_met)

@@ -89,18 +89,18 @@ requests = st.builds(
 def charges(world: World) -> Counter[str]:
     """Record each tenant's charges, with its adapters' loads."""
     charged: Counter[str] = Counter()
-    charge, charge_tenant = world.policy.charge, world.policy.charge_tenant
+    add_service, add_tenant_service = world.policy.add_service, world.policy.add_tenant_service
 
     def counted(request: Request, cost: float) -> None:
         charged[request.tenant_id] += cost
-        charge(request, cost)
+        add_service(request, cost)
 
     def counted_load(tenant_id: str, cost: float) -> None:
         charged[tenant_id] += cost
-        charge_tenant(tenant_id, cost)
+        add_tenant_service(tenant_id, cost)
 
-    world.policy.charge = counted  # type: ignore[method-assign]
-    world.policy.charge_tenant = counted_load  # type: ignore[method-assign]
+    world.policy.add_service = counted  # type: ignore[method-assign]
+    world.policy.add_tenant_service = counted_load  # type: ignore[method-assign]
     return charged
 
 

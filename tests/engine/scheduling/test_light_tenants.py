@@ -273,6 +273,6 @@ def test_a_tenant_is_light_beside_twice_its_streams(own: int, others: int, is_li
     asked = Request(NewRequest("asked", [1], SamplingParams(), None, "a"), arrival=9)
     policy.enter(asked, 0.0)
     assert policy.heavier(asked, running) == set(), "nobody is ahead yet"
-    policy.charge(running[-1], 1.0)
+    policy.add_service(running[-1], 1.0)
     assert policy.heavier(asked, running) == ({"b"} if is_light else set())
     assert HEAVIER == 2

@@ -53,7 +53,7 @@ class World:
         self.step()
         assert len(self.scheduler.adapters._reservations) == 2
         for tenant_id, cost in (("low", 1000), ("middle", 2000), ("high", 4000)):
-            self.policy.charge_tenant(tenant_id, cost)
+            self.policy.add_tenant_service(tenant_id, cost)
 
 
 def test_nothing_is_preempted_for_a_tenant_that_is_ahead_of_the_others(monkeypatch):

@@ -119,7 +119,7 @@ def describe(engine: Engine) -> tuple[Any, ...]:
     return (
         {tenant: (account.counter, account.recent) for tenant, account in accounts.items()},
         [
-            (r.request_id, r.seat, r.blocks[:], r.token_ids[:], r.num_pending, r.num_computed, r.num_paid, r.charged)
+            (r.request_id, r.seat, r.blocks[:], r.token_ids[:], r.num_pending, r.num_computed, r.num_paid, r.planned_cost)
             for r in scheduler.running
         ],
         [(r.num_registered_blocks, r.quantum_end, r.served_digest, r.has_news) for r in scheduler.running],
@@ -183,7 +183,7 @@ def advance_each(plan: Plan, cache: KVCache) -> None:
     """Record the tokens of a launched step one request after the other: the twin of `Plan.advance`."""
     for request, num_tokens in plan.items():
         if request.status is Status.RUNNING:
-            request.charged = 0.0
+            request.planned_cost = 0.0
             if not request.num_drafted:
                 cache.advance(request, request.num_computed + num_tokens)
 
@@ -269,11 +269,11 @@ def test_the_charge_of_a_token_is_returned_once_and_only_before_its_launch(make_
     first, *_, last = scheduler.running
     before = scheduler.policy.counter("0")
     scheduler.schedule()
-    assert scheduler._streams.take_charge(first) == scheduler.policy.counter("0") - before > 0
-    assert scheduler._streams.take_charge(first) == 0
-    assert scheduler._streams.take_charge(last) > 0
+    assert scheduler._streams.take_cost(first) == scheduler.policy.counter("0") - before > 0
+    assert scheduler._streams.take_cost(first) == 0
+    assert scheduler._streams.take_cost(last) > 0
     scheduler.advance(scheduler.schedule())
-    assert scheduler._streams.take_charge(first) == 0
+    assert scheduler._streams.take_cost(first) == 0
 
 
 def test_a_request_that_ends_while_another_starts_is_no_stream(make_simulated: Make) -> None:

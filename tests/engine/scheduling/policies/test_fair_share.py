@@ -73,7 +73,7 @@ def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> Non
             turns = turns_type(share._tenants, [], near, slack)
             while (r := turns.next(admits=True)) is not None:
                 found.append(r.request_id)
-                share.charge(r, charges[r.arrival])
+                share.add_service(r, charges[r.arrival])
                 if r.arrival in admitted:
                     share.remove(r)
         return found
@@ -91,7 +91,7 @@ def serve(share: FairShare, n: int, cost: float = 10) -> list[str]:
         r = turns.next(admits=True)
         assert r is not None
         share.remove(r)
-        share.charge(r, cost)
+        share.add_service(r, cost)
         order.append(r.tenant_id)
     return order
 
@@ -141,9 +141,9 @@ def test_low_demand_earns_no_credit_beside_long_streams() -> None:
     for each in (stream, short):
         enter(share, each)
         share.remove(each)
-        share.charge(each, 100)
+        share.add_service(each, 100)
     share.leave(short)
-    share.charge(stream, 10_000)
+    share.add_service(stream, 10_000)
     for i in range(60):
         enter(share, request("sparse", 2 + i))
         enter(share, request("busy", 100 + i))
@@ -157,7 +157,7 @@ def beside_a_blocked_request() -> tuple[FairShare, NearAmong]:
     stream = request("busy", 1)
     share.enter(stream, 0.0, near_among)
     share.remove(stream)
-    share.charge(stream, 10_000)
+    share.add_service(stream, 10_000)
     return share, near_among
 
 
@@ -240,7 +240,7 @@ def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_s
         share = FairShare(slack=100)
         for tenant_id in ("least", "near"):
             enter(share, request(tenant_id, 0 if tenant_id == "least" else 1, adapter=tenant_id))
-        share.charge(request("near"), ahead)
+        share.add_service(request("near"), ahead)
         found = share.turns([], Near({"near"})).next(admits=True)
         assert found is not None
         assert found.tenant_id == expected
@@ -252,7 +252,7 @@ def test_among_equally_near_requests_the_least_served_is_first_also_within_the_s
     share = FairShare(slack=100)
     enter(share, request("older", 0, adapter="older"))
     enter(share, request("least", 1, adapter="least"))
-    share.charge(request("older"), 90)
+    share.add_service(request("older"), 90)
     found = share.turns([], Near(resident)).next(admits=True)
     assert found is not None
     assert found.tenant_id == "least"
@@ -272,7 +272,7 @@ def test_counters_do_not_pile_up_once_everybody_has_left() -> None:
     for i in range(50):
         r = request(f"tenant-{i}")
         enter(share, r)
-        share.charge(r, 5)
+        share.add_service(r, 5)
         share.remove(r)
         share.leave(r)
     assert len(share) == 0
@@ -285,14 +285,14 @@ def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
     busy, ahead = request("busy"), request("ahead")
     enter(fair_share, busy)
     enter(fair_share, ahead)
-    fair_share.charge(ahead, 10**9)
+    fair_share.add_service(ahead, 10**9)
     fair_share.remove(ahead)
     fair_share.leave(ahead)
     for i in range(5000):
         passing = request(f"passing-{i}")
         enter(fair_share, passing)
-        fair_share.charge(passing, 5)
-        fair_share.charge(busy, 50)
+        fair_share.add_service(passing, 5)
+        fair_share.add_service(busy, 50)
         fair_share.remove(passing)
         fair_share.leave(passing)
     assert len(fair_share.tenants([], 0.0, 10_000)) < 200
@@ -304,7 +304,7 @@ def test_service_at_other_engines_counts() -> None:
     for i in range(20):
         enter(share, request("spread", i, weight=2.0))
         enter(share, request("here", i))
-    assert share.charge_elsewhere({"spread": 100, "absent": 100}, 0.0) == 1
+    assert share.add_service_elsewhere({"spread": 100, "absent": 100}, 0.0) == 1
     assert serve(share, 5, cost=10) == ["here"] * 5
     assert set(serve(share, 2, cost=10)) == {"here", "spread"}
 
@@ -314,12 +314,12 @@ def test_a_tenant_that_is_served_faster_elsewhere_is_served_here_after_a_while()
     for i in range(20):
         enter(share, request("spread", i))
         enter(share, request("here", i))
-    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S)
+    share.add_service_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
-    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
+    share.add_service_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
     assert "spread" in serve(share, 2)
     # It has a request running, so the next one waits for its turn.
-    share.charge_elsewhere({"spread": 1e9}, 3 * ELSEWHERE_WAIT_S)
+    share.add_service_elsewhere({"spread": 1e9}, 3 * ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
 
 
@@ -328,11 +328,11 @@ def test_a_tenant_that_is_served_faster_elsewhere_keeps_its_debt_to_this_engine(
     for i in range(20):
         enter(share, request("spread", i))
         enter(share, request("here", i))
-    share.charge_tenant("spread", 30)
-    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
+    share.add_tenant_service("spread", 30)
+    share.add_service_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(30)
     assert serve(share, 3) == ["here"] * 3
-    share.charge_elsewhere({"spread": 0.0}, ELSEWHERE_WAIT_S + 0.1)
+    share.add_service_elsewhere({"spread": 0.0}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(30)
 
 
@@ -341,11 +341,11 @@ def test_service_elsewhere_that_is_balanced_erases_no_later_debt() -> None:
     for i in range(20):
         enter(share, request("spread", i))
         enter(share, request("here", i))
-    share.charge_elsewhere({"spread": 100.0}, 0.0)
+    share.add_service_elsewhere({"spread": 100.0}, 0.0)
     assert serve(share, 10) == ["here"] * 10
-    share.charge_elsewhere({"spread": 0.0}, 1.0)
-    share.charge_tenant("spread", 30)
-    share.charge_elsewhere({"spread": 5.0}, ELSEWHERE_WAIT_S + 0.1)
+    share.add_service_elsewhere({"spread": 0.0}, 1.0)
+    share.add_tenant_service("spread", 30)
+    share.add_service_elsewhere({"spread": 5.0}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(130)
 
 
@@ -354,8 +354,8 @@ def test_service_elsewhere_counts_for_a_tenant_that_is_still_the_least_served() 
     for i in range(20):
         enter(share, request("spread", i))
         enter(share, request("here", i))
-    share.charge_tenant("here", 100)
-    share.charge_elsewhere({"spread": 60}, ELSEWHERE_WAIT_S + 0.1)
+    share.add_tenant_service("here", 100)
+    share.add_service_elsewhere({"spread": 60}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(60)
 
 
@@ -392,8 +392,8 @@ def test_a_stream_whose_blocks_would_go_gives_way_only_for_a_large_difference(ke
         one.seat, one.num_computed = one.arrival, 1000
     claimant = request("light", 9)
     enter(share, claimant)
-    share.charge(running[1], 600.0)
+    share.add_service(running[1], 600.0)
     found = share.preemptible(claimant, running, 0.0, keeps_blocks=keeps_blocks)
     assert [one.arrival for one in found] == ([8, 7, 6, 5, 4, 3, 2, 1] if keeps_blocks else [])
-    share.charge(running[1], 5000.0)
+    share.add_service(running[1], 5000.0)
     assert share.preemptible(claimant, running, 0.0, keeps_blocks=False)
