@@ -25,7 +25,7 @@ from adapters.tiers.outside_layers import outside_layers
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.preemption import Claim, choose_victims
-from adapters.tiers.reservations import Amount, Reservation, Reservations
+from adapters.tiers.reservations import Amount, PageReservation, Reservations
 from adapters.tiers.residents import Residents
 from adapters.tiers.tier_state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora
@@ -232,11 +232,11 @@ class AdapterPool:
         return chosen.victims
 
     @property
-    def overdue(self) -> list[Reservation]:
+    def overdue(self) -> list[PageReservation]:
         """Return the reservations that have waited for `PAGE_WAIT_S`, as of the last `poll`."""
         return self._reservations.overdue
 
-    def claims(self, running: Collection[str]) -> list[Reservation]:
+    def claims(self, running: Collection[str]) -> list[PageReservation]:
         """Return the reservations for which requests may be preempted. running: the tenants with running requests."""
         return self._reservations.preempting(running, self._residents.now)
 

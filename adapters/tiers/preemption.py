@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from adapters.tiers.eviction import Resident
-from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation
+from adapters.tiers.reservations import PAGE_WAIT_S, Amount, PageReservation
 
-Claim = tuple[Reservation, Iterable[str]]
+Claim = tuple[PageReservation, Iterable[str]]
 """A reservation, and the adapters whose requests may be preempted for it, first choice first."""
 
 
@@ -19,8 +19,8 @@ class Preemption(NamedTuple):
     """
 
     victims: dict[str, str]
-    placed: list[Reservation]
-    displacing: list[Reservation]
+    placed: list[PageReservation]
+    displacing: list[PageReservation]
 
 
 def choose_victims(

@@ -57,7 +57,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
+class PageReservation:
     """A waiting adapter's claim. tenant_id: the tenant whose request made it; since: the time at which it was made."""
 
     digest: str
@@ -74,8 +74,8 @@ class Reservations:
 
     def __init__(self, total: Amount) -> None:
         self._total = total
-        self._queue: OrderedDict[str, Reservation] = OrderedDict()
-        self._overdue: OrderedDict[str, Reservation] = OrderedDict()
+        self._queue: OrderedDict[str, PageReservation] = OrderedDict()
+        self._overdue: OrderedDict[str, PageReservation] = OrderedDict()
         self._tenants: set[str] = set()
         # Time of the last preemption for each tenant, oldest first; dropped after `CALM_S`.
         self._preempted: OrderedDict[str, float] = OrderedDict()
@@ -94,11 +94,11 @@ class Reservations:
         return tenant_id in self._tenants
 
     @property
-    def overdue(self) -> list[Reservation]:
+    def overdue(self) -> list[PageReservation]:
         """Return the overdue reservations."""
         return list(self._overdue.values())
 
-    def preempting(self, running: Collection[str], now: float) -> list[Reservation]:
+    def preempting(self, running: Collection[str], now: float) -> list[PageReservation]:
         """Return the reservations for which requests may be preempted now.
 
         running: the tenants with running requests.
@@ -110,7 +110,7 @@ class Reservations:
             return BUSY_WAIT_S
         return CALM_WAIT_S if tenant_id in self._preempted else PAGE_WAIT_S
 
-    def move_to_front(self, first: Sequence[Reservation]) -> None:
+    def move_to_front(self, first: Sequence[PageReservation]) -> None:
         """Place these overdue reservations before all others, in this order."""
         for reservation in reversed(first):
             self._queue.move_to_end(reservation.digest, last=False)
@@ -121,7 +121,7 @@ class Reservations:
         self._preempted[tenant_id] = now
         self._preempted.move_to_end(tenant_id)
 
-    def __iter__(self) -> Iterator[Reservation]:
+    def __iter__(self) -> Iterator[PageReservation]:
         return iter(list(self._queue.values()))
 
     def add(self, digest: str, tenant_id: str, weight: float, size: Amount, now: float) -> bool:
@@ -132,12 +132,12 @@ class Reservations:
             return True
         if tenant_id in self._tenants or not size.fits(self._total, self.reserved):
             return False
-        self._queue[digest] = Reservation(digest, tenant_id, weight, size, now)
+        self._queue[digest] = PageReservation(digest, tenant_id, weight, size, now)
         self._tenants.add(tenant_id)
         self.reserved.add(size)
         return True
 
-    def end_wait(self, reservation: Reservation, now: float) -> None:
+    def end_wait(self, reservation: PageReservation, now: float) -> None:
         """Remove a reservation whose adapter is placed now."""
         self.num_placed += 1
         self.placed_seconds += now - reservation.since

@@ -32,7 +32,7 @@ def every_adapter(adapters: Set[str | None]) -> Collection[str | None]:
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """Account of a tenant.
+    """ServiceAccount of a tenant.
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
     requests, in seconds. share: its part of the service of the last minute. entitled: its weight's part of the weights
@@ -52,8 +52,8 @@ class TenantState:
 
 
 @dataclass(slots=True)
-class Account:
-    """Account of one tenant.
+class ServiceAccount:
+    """ServiceAccount of one tenant.
 
     num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
     if it did. queue: its waiting requests in order. by_adapter: the same, for each adapter and for the base model
@@ -96,14 +96,14 @@ class Tenants:
     """
 
     def __init__(self) -> None:
-        self.accounts: dict[str, Account] = {}
-        self.waiting: dict[str, Account] = {}
+        self.accounts: dict[str, ServiceAccount] = {}
+        self.waiting: dict[str, ServiceAccount] = {}
         # The tenants that wait for each adapter, and for the base model (None).
         self.waiting_for: dict[str | None, set[str]] = {}
         self._num_waiting = 0
         self._num_active = 0
         self._last_admitted = 0.0
-        self._last_tenant: Account | None = None
+        self._last_tenant: ServiceAccount | None = None
         self._window_began = 0.0
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Tenants:
     def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
         account = self.accounts.get(request.tenant_id)
         if account is None:
-            account = self.accounts[request.tenant_id] = Account(request.tenant_id)
+            account = self.accounts[request.tenant_id] = ServiceAccount(request.tenant_id)
         if not near_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
             frontier = self._frontier(account, now, near_among)
             account.waiting_since = now
@@ -132,7 +132,7 @@ class Tenants:
         self._roll(now)
         self.push(account, request, now)
 
-    def push(self, account: Account, request: Request, now: float) -> None:
+    def push(self, account: ServiceAccount, request: Request, now: float) -> None:
         request.queued_at = now
         if not account.queue:
             account.waiting_since = now
@@ -221,7 +221,7 @@ class Tenants:
         ]
 
     def _frontier(
-        self, entering: Account | None = None, now: float = -inf, near_among: NearAmong = every_adapter
+        self, entering: ServiceAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
     ) -> float:
         """Return the counter to which a tenant is raised when it begins to wait. entering: this tenant's account."""
         near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
