@@ -115,17 +115,8 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     if platform.has_ops and not platform.is_host:
         replace(rehearsal, limits=limits).warm_up(runner, warming)
     proposer = None if draft is None else draft.start(config, num_blocks, loaded.num_weights, platform, warming)
-    policy = _make_policy(config)
+    policy = make_policy(config)
     return Parts(model, device, sizes, limits, loaded.step_bytes, adapters, runner, policy, proposer)
-
-
-def _make_policy(config: EngineConfig) -> Policy:
-    return make_policy(
-        config.scheduler,
-        slack=config.fair_slack,
-        preempt_behind=config.preempt_behind,
-        preempt_after=config.preempt_after,
-    )
 
 
 @contextmanager

@@ -1,18 +1,18 @@
-"""Scheduling policies by the name in `--scheduler`."""
+"""Scheduling policies by the name in `--scheduler`. Each one takes its own options from the configuration."""
 
-from typing import assert_never
+from collections.abc import Callable
 
-from engine.config import PolicyName
+from engine.config import EngineConfig, PolicyName
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.policies.policy import Policy
 
+POLICIES: dict[PolicyName, Callable[[EngineConfig], Policy]] = {
+    "fair": lambda config: FairShare(config.fair_slack, config.preempt_behind, config.preempt_after),
+    "fcfs": lambda _: FirstCome(),
+}
 
-def make_policy(name: PolicyName, *, slack: float, preempt_behind: float, preempt_after: float) -> Policy:
-    """Return a new policy. The numbers are those of `FairShare`; other policies have no use for them."""
-    match name:
-        case "fair":
-            return FairShare(slack, preempt_behind, preempt_after)
-        case "fcfs":
-            return FirstCome()
-    assert_never(name)
+
+def make_policy(config: EngineConfig) -> Policy:
+    """Return a new policy of the configured kind."""
+    return POLICIES[config.scheduler](config)

@@ -43,7 +43,9 @@ def test_within_the_slack_a_cached_first_block_comes_first(ahead: float, caches:
     step(scheduler)
     scheduler.add(request("least", 3000, 2))
     scheduler.add(request("cached", 1000, 3))
-    scheduler.policy.add_tenant_service("cached", scheduler.policy.counter("least") - scheduler.policy.counter("cached"))
+    scheduler.policy.add_tenant_service(
+        "cached", scheduler.policy.counter("least") - scheduler.policy.counter("cached")
+    )
     scheduler.policy.add_tenant_service("cached", ahead)
     scheduler.abort(holder.request_id)
     assert step(scheduler) == [expected]

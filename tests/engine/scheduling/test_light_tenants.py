@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.config import PolicyName
+from engine.config import EngineConfig, PolicyName
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.plan import Plan, StepLimits
@@ -45,7 +45,9 @@ class Machine:
             KVCache(5800, 16, self.prefix_cache),
             Pool(),  # type: ignore[arg-type]
             StepLimits(64, 640),
-            policy=make_policy(name, slack=256, preempt_behind=512, preempt_after=0.25),
+            policy=make_policy(
+                EngineConfig("m", scheduler=name, fair_slack=256, preempt_behind=512, preempt_after=0.25)
+            ),
             pacer=self.pacer,
             clock=lambda: self.now,
         )
@@ -262,7 +264,7 @@ def test_no_stream_is_left_out_where_that_saves_nothing() -> None:
 
 @pytest.mark.parametrize(("own", "others", "is_light"), [(0, 2, True), (0, 1, False), (1, 4, True), (1, 3, False)])
 def test_a_tenant_is_light_beside_twice_its_streams(own: int, others: int, is_light: bool) -> None:
-    policy = make_policy("fair", slack=0, preempt_behind=512, preempt_after=0.25)
+    policy = make_policy(EngineConfig("m", fair_slack=0, preempt_behind=512, preempt_after=0.25))
     running = []
     for number, tenant_id in enumerate(["a"] * own + ["b"] * others):
         request = Request(NewRequest(str(number), [1], SamplingParams(), None, tenant_id), arrival=number)

@@ -119,7 +119,16 @@ def describe(engine: Engine) -> tuple[Any, ...]:
     return (
         {tenant: (account.counter, account.recent) for tenant, account in accounts.items()},
         [
-            (r.request_id, r.seat, r.blocks[:], r.token_ids[:], r.num_pending, r.num_computed, r.num_paid, r.planned_cost)
+            (
+                r.request_id,
+                r.seat,
+                r.blocks[:],
+                r.token_ids[:],
+                r.num_pending,
+                r.num_computed,
+                r.num_paid,
+                r.planned_cost,
+            )
             for r in scheduler.running
         ],
         [(r.num_registered_blocks, r.quantum_end, r.served_digest, r.has_news) for r in scheduler.running],
