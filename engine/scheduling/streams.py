@@ -57,9 +57,9 @@ class Streams:
         self._planned_costs: dict[Request, float] | None = None
 
     def plan(self, most: int) -> tuple[StreamRows, list[Request]] | None:
-        """Plan the next token of each stream: allocate its blocks, add its service to its tenant. Return the streams, and the
-        running requests whose prompts are in progress. Return None, without effect, if too few blocks are free or more
-        than `most` requests are running.
+        """Plan the next token of each stream: allocate its blocks, add its service to its tenant. Return the streams,
+        and the running requests whose prompts are in progress. Return None, without effect, if too few blocks are free
+        or more than `most` requests are running.
         """
         last = self._take_last()
         running, cache = self._seats.running, self._cache

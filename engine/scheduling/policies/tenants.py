@@ -32,7 +32,7 @@ def every_adapter(adapters: Set[str | None]) -> Collection[str | None]:
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """ServiceAccount of a tenant.
+    """Account of a tenant.
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
     requests, in seconds. share: its part of the service of the last minute. entitled: its weight's part of the weights
@@ -53,7 +53,7 @@ class TenantState:
 
 @dataclass(slots=True)
 class ServiceAccount:
-    """ServiceAccount of one tenant.
+    """Account of one tenant.
 
     num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
     if it did. queue: its waiting requests in order. by_adapter: the same, for each adapter and for the base model
