@@ -32,7 +32,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     the event that uses it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone; "alert" kinds
     refuse nothing, and `gateway/alerts` reports when a tenant's spending reaches them. unit: the words after the value
     in messages; "{s}" is the plural ending. largest: the highest value that the API accepts. default: value for a new
-    tenant. heading: on the dashboard.
+    tenant. heading: on the dashboard. title: in sentences of the dashboard, if
+    it differs from the name.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     largest: int
     default: int | None = None
     heading: str = ""
+    title: str = ""
 
     @property
     def window(self) -> int | None:
@@ -153,6 +155,7 @@ KINDS = (
         largest=100_000,
         default=32,
         heading="Concurrent",
+        title="concurrent requests",
     ),
     Kind(
         name="max_concurrent_tokens",
@@ -162,6 +165,7 @@ KINDS = (
         help="Prompt and output tokens of all concurrent requests",
         largest=10_000_000_000,
         heading="Concurrent tokens",
+        title="concurrent tokens",
     ),
     *(_budget(period) for period in BUDGET_PERIODS),
     *(_budget(period, is_soft=True) for period in BUDGET_PERIODS),
@@ -195,6 +199,7 @@ KINDS = (
         help="Concurrent adapter uploads",
         largest=100_000,
         default=4,
+        title="concurrent uploads",
     ),
     Kind(
         name="max_adapters",
@@ -215,9 +220,11 @@ KINDS = (
     ),
 )
 
-# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters; soft budgets of a tenant.
+# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters, and those
+# of them that the script counts; soft budgets of a tenant.
 REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
 ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged in ("upload", "store"))
+UPLOAD_KINDS = tuple(kind for kind in KINDS if kind.charged == "upload")
 ALERT_KINDS = tuple(kind for kind in KINDS if kind.charged == "alert")
 # Kinds that the script counts, by their letters.
 BY_LETTER = {kind.letter: kind for kind in KINDS if kind.letter}

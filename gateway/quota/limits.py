@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.limits.kinds import BY_LETTER, KINDS, REQUEST_KINDS, Kind
+from gateway.limits.kinds import BY_LETTER, REQUEST_KINDS, UPLOAD_KINDS, Kind
 from gateway.records.adapters.catalog import Model
+from gateway.records.adapters.limits import AdapterLimits
 from gateway.records.money.usage_sums import ALL, UsagePart
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import ANY_ADAPTER
@@ -67,19 +68,17 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
     return tuple(found)
 
 
-def adapter_limits(
-    per_minute: int | None, at_once: int | None, bytes_per_minute: int | None = None
-) -> tuple[Limit, ...]:
-    """Return a tenant's limits on uploads and deletes of adapters. None means unlimited."""
-    values = {
-        "adapter_changes_per_minute": per_minute,
-        "upload_bytes_per_minute": bytes_per_minute,
-        "max_concurrent_uploads": at_once,
-    }
-    letters = {kind.letter: values[kind.name] for kind in KINDS if kind.name in values}
-    return tuple(
-        Limit(f"tenant:{letter}", "tenant", letter, value) for letter, value in letters.items() if value is not None
-    )
+def upload_limits(limits: AdapterLimits, *, is_change: bool = True, is_upload: bool = True) -> tuple[Limit, ...]:
+    """Return a tenant's limits that apply to an upload or deletion of an adapter.
+
+    is_change: whether it counts against the rates of changes. is_upload: whether it takes a slot and bytes.
+    """
+    found = []
+    for kind in UPLOAD_KINDS:
+        is_of_changes = kind.takes_one and not kind.is_gauge
+        if (is_change if is_of_changes else is_upload) and (value := getattr(limits, kind.name)) is not None:
+            found.append(Limit(f"tenant:{kind.letter}", "tenant", kind.letter, value))
+    return tuple(found)
 
 
 def _set(limits: Limits, owner: str, prefix: str, part: UsagePart = ALL) -> Iterator[Limit]:

@@ -21,7 +21,7 @@ from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
 from gateway.quota.leases import Leases
-from gateway.quota.limits import Limit, adapter_limits, limits_of
+from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
 from gateway.quota.open_leases import read_notes
 from gateway.quota.peek import Left, peek
@@ -149,23 +149,17 @@ class Quota:
 
     @asynccontextmanager
     async def upload(
-        self,
-        tenant_id: str,
-        request_id: str,
-        per_minute: int | None,
-        at_once: int | None,
-        size: UploadSize = NO_BYTES,
+        self, tenant_id: str, request_id: str, limits: Sequence[Limit], size: UploadSize = NO_BYTES
     ) -> AsyncIterator[ReceivedBytes]:
         """Count a change of the tenant's adapters, and hold a slot and room for an upload's bytes during the block.
 
-        per_minute, at_once: 1 or more; None is unlimited. The block adds the bytes that arrive; only these count. If
+        limits: those of `upload_limits`. The block adds the bytes that arrive; only these count. If
         the gateway dies, the slot is released when the lease ends. Raises RateLimited, Unavailable.
         """
-        limits = adapter_limits(per_minute, at_once, size.bytes_per_minute)
         if not limits:
             yield ReceivedBytes(tenant_id)
             return
-        taken = await self._take(limits, size.demand(tenant_id, request_id), EMPTY_NOTE)
+        taken = await self._take(limits, size.demand(tenant_id, request_id, limits), EMPTY_NOTE)
         received = ReceivedBytes(tenant_id, taken.hold)
         try:
             yield received
@@ -176,9 +170,9 @@ class Quota:
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
 
-    async def change(self, tenant_id: str, request_id: str, per_minute: int | None) -> None:
+    async def change(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> None:
         """Count a change of the tenant's adapters. Raises RateLimited, Unavailable."""
-        async with self.upload(tenant_id, request_id, per_minute, None):
+        async with self.upload(tenant_id, request_id, limits):
             pass
 
     async def _end(self, taken: Reservation, num_bytes: int) -> None:

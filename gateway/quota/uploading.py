@@ -1,30 +1,30 @@
 """Bytes of uploads, held and charged like the tokens of requests."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gateway.quota.demand import Demand
 from gateway.quota.growth import Hold
+from gateway.quota.limits import Limit
 
 # Bytes that an upload of unknown size holds at first. Its hold grows by half of the bytes received.
 FIRST_BYTES = 8 << 20
 
 
 class UploadSize(msgspec.Struct, frozen=True, gc=False):
-    """Size of an upload and the limit of its tenant's bytes, None for no limit.
-
-    num_bytes: the size, or the largest possible one if the upload's size is unknown.
-    """
+    """Size of an upload. num_bytes: the size, or the largest possible one if it is unknown."""
 
     num_bytes: int = 0
-    bytes_per_minute: int | None = None
     is_known: bool = True
 
-    def demand(self, tenant_id: str, request_id: str) -> Demand:
+    def demand(self, tenant_id: str, request_id: str, limits: Sequence[Limit]) -> Demand:
         """Return the demand of the upload's bytes.
 
-        An upload that is larger than the whole limit holds all of it. Its other bytes are charged at its end.
+        limits: those that apply to it. An upload that is larger than the whole limit holds all of it. Its other bytes
+        are charged at its end.
         """
-        most = self.num_bytes if self.bytes_per_minute is None else min(self.num_bytes, self.bytes_per_minute)
+        most = min([self.num_bytes, *(limit.value for limit in limits if limit.kind.takes == "bytes")])
         return Demand(
             tenant_id=tenant_id,
             request_id=request_id,

@@ -12,6 +12,7 @@ from gateway.api.requests.fields import read_body, read_raw
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.scopes import ACTOR, PRINCIPAL
 from gateway.errors import REQUEST_ID, TooLarge
+from gateway.quota.limits import upload_limits
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes, UploadSize
 from gateway.records.adapters.rows import unknown_version
@@ -44,8 +45,8 @@ class AdapterCaller(Struct, frozen=True):
     async def count_change(self, request: web.Request, quota: Quota) -> None:
         """Count a tenant's change against its limit, at most once a request. Raises RateLimited, Unavailable."""
         if self.principal is not None and COUNTED not in request:
-            per_minute = self.tenant.adapter_limits.adapter_changes_per_minute
-            await quota.change(self.tenant.id, request[REQUEST_ID], per_minute)
+            limits = upload_limits(self.tenant.adapter_limits, is_upload=False)
+            await quota.change(self.tenant.id, request[REQUEST_ID], limits)
             request[COUNTED] = True
 
     @asynccontextmanager
@@ -67,13 +68,11 @@ class AdapterCaller(Struct, frozen=True):
         if self.principal is None:
             yield ReceivedBytes()
             return
-        limits = self.tenant.adapter_limits
         slot = quota.upload(
             self.tenant.id,
             request[REQUEST_ID],
-            limits.adapter_changes_per_minute if is_change else None,
-            limits.max_concurrent_uploads,
-            UploadSize(most if size is None else min(size, most), limits.upload_bytes_per_minute, size is not None),
+            upload_limits(self.tenant.adapter_limits, is_change=is_change),
+            UploadSize(most if size is None else min(size, most), size is not None),
         )
         async with auth.while_valid(self.principal.watched), slot as received:
             yield received

@@ -7,22 +7,39 @@ import pytest
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.fallback import parse_fallback
+from gateway.quota.limits import Limit, upload_limits
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes, UploadSize
+from gateway.records.adapters.limits import AdapterLimits
 from gateway.redis.client import Client, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, take
 from testing.gateway.running import until
 
 
+def _limits(
+    per_minute: int | None, at_once: int | None = None, bytes_per_minute: int | None = None
+) -> tuple[Limit, ...]:
+    return upload_limits(
+        AdapterLimits(
+            adapter_changes_per_minute=per_minute,
+            max_concurrent_uploads=at_once,
+            upload_bytes_per_minute=bytes_per_minute,
+        )
+    )
+
+
 async def test_uploads_at_once_are_limited_and_each_end_frees_a_place(quota: Quota, redis: Client):
     tenant = principal().tenant.id
     for number in range(3):
-        async with quota.upload(tenant, f"a{number}", None, 2), quota.upload(tenant, f"b{number}", None, 2):
+        async with (
+            quota.upload(tenant, f"a{number}", _limits(None, 2)),
+            quota.upload(tenant, f"b{number}", _limits(None, 2)),
+        ):
             with pytest.raises(
                 RateLimited, match="this tenant: 2 concurrent uploads; needed 1, remaining 0"
             ) as refused:
-                async with quota.upload(tenant, f"c{number}", None, 2):
+                async with quota.upload(tenant, f"c{number}", _limits(None, 2)):
                     raise AssertionError("a third upload began")
             assert refused.value.kind == "concurrency"
     assert set(await dump(redis, principal(tenant_id=tenant))) == set()
@@ -32,36 +49,36 @@ async def test_uploads_at_once_are_limited_and_each_end_frees_a_place(quota: Quo
 async def test_changes_a_minute_are_limited_and_the_rate_is_not_given_back(quota: Quota):
     tenant = principal().tenant.id
     for number in range(5):
-        async with quota.upload(tenant, f"u{number}", 6, 1):
+        async with quota.upload(tenant, f"u{number}", _limits(6, 1)):
             pass
-    await quota.change(tenant, "delete", 6)
+    await quota.change(tenant, "delete", _limits(6))
     with pytest.raises(RateLimited, match="6 adapter changes per minute") as refused:
-        await quota.change(tenant, "another", 6)
+        await quota.change(tenant, "another", _limits(6))
     assert refused.value.kind == "requests"
     assert 1 <= int(refused.value.headers["Retry-After"]) <= 10
 
 
 async def test_a_refused_upload_takes_nothing(quota: Quota):
     tenant = principal().tenant.id
-    async with quota.upload(tenant, "runs", 3, 1):
+    async with quota.upload(tenant, "runs", _limits(3, 1)):
         for number in range(10):
             with pytest.raises(RateLimited, match="1 concurrent upload;"):
-                async with quota.upload(tenant, f"u{number}", 3, 1):
+                async with quota.upload(tenant, f"u{number}", _limits(3, 1)):
                     pass
     for number in range(2):
-        await quota.change(tenant, f"c{number}", 3)
+        await quota.change(tenant, f"c{number}", _limits(3))
 
 
 async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota: Quota):
     tenant = principal().tenant.id
     with pytest.raises(ValueError, match="broken"):
-        async with quota.upload(tenant, "a", None, 1):
+        async with quota.upload(tenant, "a", _limits(None, 1)):
             raise ValueError("broken")
 
     began = asyncio.Event()
 
     async def stay() -> None:
-        async with quota.upload(tenant, "b", None, 1):
+        async with quota.upload(tenant, "b", _limits(None, 1)):
             began.set()
             await asyncio.sleep(600)
 
@@ -73,7 +90,7 @@ async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota
 
     async def free() -> bool:
         try:
-            async with quota.upload(tenant, "c", None, 1):
+            async with quota.upload(tenant, "c", _limits(None, 1)):
                 return True
         except RateLimited:
             return False
@@ -84,24 +101,24 @@ async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota
 @pytest.mark.usefixtures("stopped_clock")
 async def test_bytes_count_whatever_becomes_of_the_upload_and_their_size_is_held(quota: Quota, redis: Client):
     who = principal()
-    size = UploadSize(60, bytes_per_minute=100)
+    size = UploadSize(60)
     with suppress(ValueError):
-        async with quota.upload(who.tenant.id, "a", None, None, size) as received:
+        async with quota.upload(who.tenant.id, "a", _limits(None, None, 100), size) as received:
             await received.add(60)
             with pytest.raises(RateLimited, match=r"100 uploaded bytes per minute; needed 60, remaining 4\d") as why:
-                async with quota.upload(who.tenant.id, "b", None, None, size):
+                async with quota.upload(who.tenant.id, "b", _limits(None, None, 100), size):
                     pass
             assert why.value.kind == "requests"
             assert not {"x-ratelimit-limit-tokens", "x-ratelimit-limit-requests"} & why.value.headers.keys()
             raise ValueError("the upload is refused")
     with pytest.raises(RateLimited, match="needed 60, remaining 4") as refused:
-        async with quota.upload(who.tenant.id, "c", None, None, size):
+        async with quota.upload(who.tenant.id, "c", _limits(None, None, 100), size):
             pass
     assert 1 <= int(refused.value.headers["Retry-After"]) <= 12
     # An upload that breaks off counts with the bytes that arrived.
-    async with quota.upload(who.tenant.id, "d", None, None, UploadSize(40, bytes_per_minute=100)) as received:
+    async with quota.upload(who.tenant.id, "d", _limits(None, None, 100), UploadSize(40)) as received:
         await received.add(5)
-    async with quota.upload(who.tenant.id, "e", None, None, UploadSize(35, bytes_per_minute=100)):
+    async with quota.upload(who.tenant.id, "e", _limits(None, None, 100), UploadSize(35)):
         pass
 
 
@@ -113,17 +130,17 @@ async def _add_all(received: ReceivedBytes, num_bytes: int) -> None:
 @pytest.mark.usefixtures("stopped_clock")
 async def test_an_upload_of_unknown_size_is_cut_off_where_the_limit_ends(quota: Quota, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gateway.quota.uploading.FIRST_BYTES", 1000)
-    tenant, size = principal().tenant.id, UploadSize(10**6, bytes_per_minute=20_000, is_known=False)
-    async with quota.upload(tenant, "a", None, None, size) as first:
+    tenant, size = principal().tenant.id, UploadSize(10**6, is_known=False)
+    async with quota.upload(tenant, "a", _limits(None, None, 20_000), size) as first:
         for _ in range(10):
             await first.add(1000)
-        async with quota.upload(tenant, "b", None, None, size) as second:
+        async with quota.upload(tenant, "b", _limits(None, None, 20_000), size) as second:
             with pytest.raises(RateLimited, match="20000 uploaded bytes per minute") as refused:
                 await _add_all(second, 11_000)
             assert "The upload ends here; the received bytes count." in str(refused.value)
         assert second.total >= 5000
     with pytest.raises(RateLimited):
-        async with quota.upload(tenant, "c", None, None, UploadSize(10_000, bytes_per_minute=20_000)):
+        async with quota.upload(tenant, "c", _limits(None, None, 20_000), UploadSize(10_000)):
             pass
 
 
@@ -132,11 +149,11 @@ async def test_an_upload_above_the_whole_limit_takes_all_of_it_and_is_paid_off(q
     tenant = principal().tenant.id
     for is_known in (True, False):
         other = f"{tenant}-{is_known}"
-        large = UploadSize(300, bytes_per_minute=100, is_known=is_known)
-        async with quota.upload(other, "a", None, None, large) as received:
+        large = UploadSize(300, is_known=is_known)
+        async with quota.upload(other, "a", _limits(None, None, 100), large) as received:
             await received.add(300)
         with pytest.raises(RateLimited) as refused:
-            async with quota.upload(other, "b", None, None, UploadSize(1, bytes_per_minute=100)):
+            async with quota.upload(other, "b", _limits(None, None, 100), UploadSize(1)):
                 pass
         assert 110 <= int(refused.value.headers["Retry-After"]) <= 121
 
@@ -146,12 +163,12 @@ async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: C
     dying = Quota(redis, timeout=30.0, lease_seconds=0.2)
     other = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal()
-    upload = dying.upload(who.tenant.id, "a", 10, 1, UploadSize(100, bytes_per_minute=100))
+    upload = dying.upload(who.tenant.id, "a", _limits(10, 1, 100), UploadSize(100))
     await upload.__aenter__()
 
     async def free() -> bool:
         try:
-            async with other.upload(who.tenant.id, "b", 10, 1, UploadSize(100, bytes_per_minute=100)):
+            async with other.upload(who.tenant.id, "b", _limits(10, 1, 100), UploadSize(100)):
                 return True
         except RateLimited:
             return False
@@ -173,7 +190,7 @@ async def test_a_long_upload_keeps_its_place(redis: Client):
 
     keeper = asyncio.create_task(quota.keep_leases())
     try:
-        async with quota.upload(tenant, "a", None, 1):
+        async with quota.upload(tenant, "a", _limits(None, 1)):
             first = await end()
             while await end() < first + 3.0:
                 await asyncio.sleep(0.2)
@@ -185,15 +202,15 @@ async def test_a_long_upload_keeps_its_place(redis: Client):
 
 
 async def _try(quota: Quota, tenant: str) -> None:
-    async with quota.upload(tenant, "b", None, 1):
+    async with quota.upload(tenant, "b", _limits(None, 1)):
         pass
 
 
 async def test_uploads_and_requests_do_not_share_a_limit(quota: Quota):
     who = principal(tenant={"max_concurrent": 1, "requests_per_minute": 1})
-    async with quota.upload(who.tenant.id, "a", 1, 1):
+    async with quota.upload(who.tenant.id, "a", _limits(1, 1)):
         await take(quota, who)
-    async with quota.upload(who.tenant.id, "free", None, None):
+    async with quota.upload(who.tenant.id, "free", _limits(None, None)):
         pass
 
 
@@ -202,8 +219,8 @@ async def test_without_redis_it_is_as_the_operator_chose():
     closed = Quota(redis, timeout=0.5, lease_seconds=30)
     local = Quota(redis, timeout=0.5, lease_seconds=30, fallback=parse_fallback(("local",)))
     with pytest.raises(Unavailable):
-        await closed.change("t", "a", 5)
-    async with local.upload("t", "a", 5, 1):
+        await closed.change("t", "a", _limits(5))
+    async with local.upload("t", "a", _limits(5, 1)):
         with pytest.raises(RateLimited):
             await _try(local, "t")
     await _try(local, "t")
