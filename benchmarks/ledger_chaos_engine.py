@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from engine.answering.usage_log import Tally, UsageLog
+from engine.answering.usage_log import UsageLog, UsageSlot
 from testing.gateway.upstream import TOKEN, usage
 
 PROMPT_TOKENS = 11
@@ -47,21 +47,21 @@ class Double:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
         body = await request.json()
-        tally = self.finished.open(request.headers["x-request-id"], PROMPT_TOKENS)
+        slot = self.finished.open(request.headers["x-request-id"], PROMPT_TOKENS)
         reason = "abort"
         try:
-            response = await self.stream(request, body, tally)
+            response = await self.stream(request, body, slot)
             reason = "length"
             return response
         finally:
-            tally.end(reason)
+            slot.end(reason)
 
-    async def stream(self, request: web.Request, body: dict, tally: Tally) -> web.StreamResponse:
+    async def stream(self, request: web.Request, body: dict, slot: UsageSlot) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         tokens = body["max_tokens"]
         for made in range(1, tokens + 1):
             await asyncio.sleep(self.event_seconds)
-            tally.count(PROMPT_TOKENS, made, CACHED_TOKENS)
+            slot.count(PROMPT_TOKENS, made, CACHED_TOKENS)
             if made == 1:
                 await response.prepare(request)
             choice = {"index": 0, "text": "a", "finish_reason": "length" if made == tokens else None}

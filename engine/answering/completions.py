@@ -175,7 +175,7 @@ class GenerationRoutes:
         with ticket:
             run = Run(asked, ticket, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
-                run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
+                run.keep_counts(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
                     # Each token resumes the frames of this task only, not those of the handlers around it.

@@ -20,7 +20,7 @@ from engine.answering.request_span import Phases, describe_generation
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
 from engine.answering.text import OutputText
 from engine.answering.ticket import Ticket
-from engine.answering.usage_log import Tally
+from engine.answering.usage_log import UsageSlot
 from engine.metrics.metrics import Metrics
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from wire.errors import BadRequest
@@ -75,7 +75,7 @@ class Run:
         self._no_usage = None if body.include_usage else UNSET
         self._choices = body.n or 1
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
-        self._tally: Tally | None = None
+        self._slot: UsageSlot | None = None
         self._phases = Phases()
         self._reason = "abort"
         self._by_allowance = False
@@ -100,14 +100,14 @@ class Run:
             for index in range(len(prompts) * self._choices)
         ]
 
-    def keep_tally(self, tally: Tally, allowance: int | None) -> None:
+    def keep_counts(self, slot: UsageSlot, allowance: int | None) -> None:
         """Update the request's counts while it runs. At its end, record all generated tokens, even if the client left.
 
         allowance: see `Ticket`.
         """
-        self._tally = tally
-        self._ticket.allowance, tally.allow = allowance, self._ticket.allow
-        self._ticket.on_gone = self._end_tally
+        self._slot = slot
+        self._ticket.allowance, slot.allow = allowance, self._ticket.allow
+        self._ticket.on_gone = self._end_slot
 
     def count_left(self) -> None:
         """Count the sequences that were aborted before their end, mostly because the client left."""
@@ -119,8 +119,8 @@ class Run:
         if span.is_recording:
             describe_generation(span, path, self._body.model, self._phases, self._progress(), self._reason)
 
-    def _end_tally(self) -> None:
-        assert self._tally is not None
+    def _end_slot(self) -> None:
+        assert self._slot is not None
         done = self._progress()
         generated = self._ticket.num_generated
         completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
@@ -129,8 +129,8 @@ class Run:
             reason = self._reason
         # A request that fails before its first token costs nothing.
         prompt = 0 if reason == "error" and not completion else done.prompt_tokens
-        self._tally.count(prompt, completion, done.cached_tokens)
-        self._tally.end(reason)
+        self._slot.count(prompt, completion, done.cached_tokens)
+        self._slot.end(reason)
 
     async def whole(self, request: web.Request, answer: Answer[Any], report: Report) -> web.StreamResponse:
         try:
@@ -275,9 +275,9 @@ class Run:
                     self._ticket.stop(index)
                 deltas.append(delta)
             if deltas:
-                if self._tally is not None:
+                if self._slot is not None:
                     done = self._progress()
-                    self._tally.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
+                    self._slot.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
                 if ready := deltas if shared is None else shared.share(deltas):
                     yield ready
 

@@ -36,7 +36,7 @@ def _ignore(_: int) -> None:
     pass
 
 
-class Tally:
+class UsageSlot:
     """The slot of one running request. Counts are totals of the request so far."""
 
     __slots__ = ("_at", "_ring", "allow", "cached_tokens", "completion_tokens", "ended", "prompt_tokens", "request_id")
@@ -70,7 +70,7 @@ class UsageLog:
         self._memory, self._lock = _map(path, HEADER.size + num_slots * SLOT.size)
         self._num_slots = num_slots
         self._slots: dict[str, int] = {}
-        self._running: dict[str, Tally] = {}
+        self._running: dict[str, UsageSlot] = {}
         self._next = self.num_ended = self.prompt_tokens = self.completion_tokens = 0
         magic, slots, *rest = HEADER.unpack_from(self._memory)
         if magic == bytes(16):
@@ -81,7 +81,7 @@ class UsageLog:
             self._next, self.num_ended, self.prompt_tokens, self.completion_tokens = rest
             self._recover()
 
-    def open(self, request_id: str, prompt_tokens: int) -> Tally:
+    def open(self, request_id: str, prompt_tokens: int) -> UsageSlot:
         """Open a slot for a request; it overwrites the oldest. request_id: at most MAX_ID_BYTES ASCII characters."""
         at = HEADER.size + self._next * SLOT.size
         self._next = (self._next + 1) % self._num_slots
@@ -91,9 +91,9 @@ class UsageLog:
         SLOT.pack_into(self._memory, at, request_id.encode("ascii"), b"", prompt_tokens, 0, 0)
         self._write_header()
         self._slots[request_id] = at
-        tally = self._running[request_id] = Tally(self, at, request_id)
-        tally.prompt_tokens = prompt_tokens
-        return tally
+        slot = self._running[request_id] = UsageSlot(self, at, request_id)
+        slot.prompt_tokens = prompt_tokens
+        return slot
 
     def get(self, request_id: str) -> FinishedRequest | None:
         at = self._slots.get(request_id)
@@ -104,10 +104,10 @@ class UsageLog:
 
     def allow(self, request_id: str, tokens: int) -> bool:
         """Raise a request's allowance. Return False if it is not running."""
-        tally = self._running.get(request_id)
-        if tally is not None:
-            tally.allow(tokens)
-        return tally is not None
+        slot = self._running.get(request_id)
+        if slot is not None:
+            slot.allow(tokens)
+        return slot is not None
 
     def close(self) -> None:
         """Release the file's lock, so that another engine can open it. Later counts are still written."""
@@ -131,16 +131,16 @@ class UsageLog:
             for end in ends:
                 end.cancel()
 
-    def write_counts(self, at: int, tally: Tally) -> None:
-        if self._slots.get(tally.request_id) == at:
-            counts = (tally.prompt_tokens, tally.completion_tokens, tally.cached_tokens)
+    def write_counts(self, at: int, slot: UsageSlot) -> None:
+        if self._slots.get(slot.request_id) == at:
+            counts = (slot.prompt_tokens, slot.completion_tokens, slot.cached_tokens)
             COUNTS.pack_into(self._memory, at + COUNTS_AT, *counts)
 
-    def end(self, at: int, tally: Tally, reason: str) -> None:
-        if self._running.get(tally.request_id) is tally:
-            del self._running[tally.request_id]
-        self._add(tally.prompt_tokens, tally.completion_tokens)
-        if self._slots.get(tally.request_id) == at:
+    def end(self, at: int, slot: UsageSlot, reason: str) -> None:
+        if self._running.get(slot.request_id) is slot:
+            del self._running[slot.request_id]
+        self._add(slot.prompt_tokens, slot.completion_tokens)
+        if self._slots.get(slot.request_id) == at:
             struct.pack_into("<16s", self._memory, at + REASON_AT, reason.encode("ascii"))
 
     def _add(self, prompt_tokens: int, completion_tokens: int) -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 
 from gateway.billing.engine_counts import FinishedClient
-from gateway.billing.lease_note import noted_weights
+from gateway.billing.lease_data import lease_weights
 from gateway.billing.ledger import Ledger
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.stream import UsageStream
@@ -157,11 +157,11 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """Return the usage row of an abandoned request. `lease_note` made `lease.lease`, maybe that of a newer release."""
+    """Return the usage row of an abandoned request. `lease_data` made `lease.lease`, maybe that of a newer release."""
     progress = lease.progress
     fields = {name: value for name, value in lease.lease.items() if name in UsageRow.__struct_fields__}
     price = msgspec.convert(lease.lease["price"], Price)
-    weights = noted_weights(lease.lease)
+    weights = lease_weights(lease.lease)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     is_free = progress is not None and progress.is_free
     if progress is not None and progress.end is not None:

@@ -16,7 +16,7 @@ from gateway.api.requests.sizes import MAX_USER_CHARS, AnyRequest
 from gateway.api.scopes import PRINCIPAL
 from gateway.billing.account import Account, Accounting
 from gateway.billing.inference_request import InferenceRequest
-from gateway.billing.lease_note import lease_note
+from gateway.billing.lease_data import lease_data
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
@@ -154,7 +154,7 @@ class Admission:
                     currency=self._prices.currency,
                     by_default=asked.has_default_length,
                 ),
-                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
+                lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)

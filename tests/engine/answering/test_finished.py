@@ -137,9 +137,9 @@ async def test_the_ring_forgets_the_oldest(lacking: str, tmp_path: Path, monkeyp
     ring = UsageLog(tmp_path / "f", num_slots=3)
     running = ring.open("r0", 7)
     for i in range(1, 4):
-        tally = ring.open(f"r{i}", i)
-        tally.count(i, 10 * i, 0)
-        tally.end("stop")
+        slot = ring.open(f"r{i}", i)
+        slot.count(i, 10 * i, 0)
+        slot.end("stop")
     # A request whose slot was reused is still counted.
     running.count(7, 100, 0)
     running.end("stop")
@@ -160,9 +160,9 @@ from engine.answering.usage_log import UsageLog
 
 ring = UsageLog(Path(sys.argv[1]))
 ring.open("ended", 3).end("stop")
-tally = ring.open("running", 5)
+slot = ring.open("running", 5)
 for tokens in range(1, 10**9):
-    tally.count(5, tokens, 1)
+    slot.count(5, tokens, 1)
     print(tokens, flush=True)
 """
 

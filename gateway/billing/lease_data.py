@@ -1,4 +1,4 @@
-"""Note in a request's lease, with which another gateway settles the request if this one dies.
+"""Data in a request's lease, with which another gateway settles the request if this one dies.
 
 The gateways of a deployment may be of two releases. A gateway refuses to settle a note with an unknown field, so newer
 fields are in `weights`, whose unknown fields every release ignores.
@@ -14,7 +14,7 @@ from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
 
 
-class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
+class LeaseWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
     """Weights in the token rates, with the note's newer fields.
 
     version: the adapter's version. parts: name and version of each part of a mixture. end_user, base: as in the usage
@@ -27,7 +27,7 @@ class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
     base: str | None = None
 
 
-def lease_note(
+def lease_data(
     principal: TenantPrincipal,
     endpoint: str,
     model: Model,
@@ -37,9 +37,9 @@ def lease_note(
     base: str | None = None,
 ) -> dict[str, Any]:
     """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
-    usage row, its price, and its NotedWeights unless all have their defaults.
+    usage row, its price, and its LeaseWeights unless all have their defaults.
     """
-    noted = NotedWeights(
+    noted = LeaseWeights(
         prompt=weights.prompt,
         completion=weights.completion,
         version=model.version,
@@ -48,7 +48,7 @@ def lease_note(
         base=base,
     )
     return {
-        **({} if noted == NotedWeights() else {"weights": noted}),
+        **({} if noted == LeaseWeights() else {"weights": noted}),
         "tenant": principal.tenant.name,
         "key_id": principal.key_id,
         "endpoint": endpoint,
@@ -58,12 +58,12 @@ def lease_note(
     }
 
 
-def noted_weights(note: dict[str, Any]) -> NotedWeights:
+def lease_weights(note: dict[str, Any]) -> LeaseWeights:
     """Return the weights and newer fields of a note."""
-    return msgspec.convert(note.get("weights", {}), NotedWeights)
+    return msgspec.convert(note.get("weights", {}), LeaseWeights)
 
 
-def noted_versions(note: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+def leased_versions(note: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     """Return the adapters' versions that the request of a note uses, each with its name."""
-    noted = noted_weights(note)
+    noted = lease_weights(note)
     return noted.parts if noted.version is None else ((note["model"], noted.version),)
