@@ -378,7 +378,7 @@ def test_contributing_adds_each_kind_of_part_in_five_lines():
     recipes = [part.splitlines() for part in section.strip().split("\n\n")]
     assert {re.match(r"\*\*An? (.*?)\.\*\*", lines[0])[1] for lines in recipes} == {
         *("limit", "route", "engine kind", "model family", "kernel backend"),
-        *("quantised format", "tool-call format", "object store"),
+        *("quantised format", "tool-call format", "object store", "gateway setting", "scheduler policy"),
     }
     assert all(len(lines) <= 5 for lines in recipes)
     for name in re.findall(r"`([\w/]+/[\w.]+)`", section):
