@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from loraplex.client import ADAPTER_FILES, UPLOAD_TIMEOUT, GatewayClient, GatewayError
+from wire.error_codes import WRONG_OFFSET
 
 # Smaller adapters are sent in one request.
 MIN_BYTES = 8 << 20
@@ -50,7 +51,7 @@ async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> i
     try:
         upload = await client.call("PUT", route, params=query, data=part, timeout=UPLOAD_TIMEOUT)
     except GatewayError as error:
-        if error.code != "wrong_offset":
+        if error.code != WRONG_OFFSET:
             raise
         upload = await client.call("GET", route)
     return int(upload["received"])

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import engine.metrics.metrics
 import gateway.metrics
+import wire.error_codes
 from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig, ServerConfig
 from engine.gpus import GPUS
@@ -284,6 +285,9 @@ def test_every_error_code_with_its_status_and_no_other():
     documented = {(int(row[1]), code) for row in rows for code in re.findall(r"`(\w+)`", row[2])}
     assert len(documented) > 30
     assert Errors().pairs == documented
+    compared = {code for name, code in vars(wire.error_codes).items() if name.isupper()}
+    assert len(compared) >= 5
+    assert compared <= {code for _, code in documented}
 
 
 def test_the_readme_shows_what_make_demo_prints(capsys):

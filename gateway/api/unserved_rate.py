@@ -21,6 +21,7 @@ from gateway.api.idempotency import REPLAYED
 from gateway.api.requests.pieces import COST
 from gateway.caller import CALLER, Caller, client_network
 from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
+from gateway.fleet.sleeping import BaseAsleep
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
 from wire.bounded_dict import BoundedDict
@@ -38,7 +39,7 @@ PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
 # Codes of refusals of requests for which there is no engine at present. The client did not cause them, so they delay
 # its next requests for this many seconds at most.
-ABSENT = {NoEngine.code, NoEngineOfBase.code, "base_asleep"}
+ABSENT = {NoEngine.code, NoEngineOfBase.code, BaseAsleep.code}
 ABSENT_SECONDS = 1.0
 # The rate of a tenant's keys together is this many times a key's.
 TENANT_RATE = 5

@@ -27,6 +27,7 @@ from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant
 from wire.digests import digest_name
+from wire.error_codes import ADAPTER_REFUSED
 from wire.http_errors import HTTP_ERRORS
 from wire.probes import AdapterProbe
 
@@ -151,7 +152,7 @@ class AdapterProber:
 
 def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:
     """Return the probe in an engine's answer. Raises AdapterRefused, NotProbed."""
-    if status == 400 and (detail := read_detail(answer)).code == "adapter_refused":
+    if status == 400 and (detail := read_detail(answer)).code == ADAPTER_REFUSED:
         raise AdapterRefused([Reason(message=detail.message, code=detail.code)], is_final=False)
     try:
         if status != 200:

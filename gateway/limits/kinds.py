@@ -32,8 +32,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     the event that uses it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone; "alert" kinds
     refuse nothing, and `gateway/alerts` reports when a tenant's spending reaches them. unit: the words after the value
     in messages; "{s}" is the plural ending. largest: the highest value that the API accepts. default: value for a new
-    tenant. heading: on the dashboard. title: in sentences of the dashboard, if
-    it differs from the name.
+    tenant. heading: on the dashboard. title: in sentences of the dashboard, if it differs from the name.
     """
 
     name: str
@@ -220,8 +219,8 @@ KINDS = (
     ),
 )
 
-# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters, and those
-# of them that the script counts; soft budgets of a tenant.
+# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters, and those of them that the
+# script counts; soft budgets of a tenant.
 REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
 ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged in ("upload", "store"))
 UPLOAD_KINDS = tuple(kind for kind in KINDS if kind.charged == "upload")

@@ -10,6 +10,7 @@ from adapters.checkpoint import open_checkpoint
 from loraplex.client import GatewayClient, GatewayError
 from loraplex.up.datadir import DataDir, read_json, write_private_json
 from wire.digests import digest_name
+from wire.error_codes import TENANT_SUSPENDED
 
 # The owner of each adapter in examples/adapters.
 OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
@@ -132,7 +133,7 @@ async def _accepted(gateway: str, key: str) -> bool:
         except GatewayError as error:
             if error.status == 401:
                 return False
-            if error.code != "tenant_suspended":
+            if error.code != TENANT_SUSPENDED:
                 raise
     return True
 

@@ -25,6 +25,7 @@ from gateway.fleet.kinds.kind import (
     with_clients_names,
 )
 from wire.digests import digest_name
+from wire.error_codes import ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
 from wire.headers import (
     ALLOWANCE_HEADER,
     BASE_HEADER,
@@ -54,11 +55,8 @@ SERVICE_TIMEOUT = ClientTimeout(total=1.0)
 ADAPTER_TIMEOUT = ClientTimeout(total=75.0, sock_connect=CONNECT_SECONDS)
 # A hint is answered after the load.
 PREFETCH_TIMEOUT = ClientTimeout(total=30.0)
-# Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
-WITHDRAWN = "engine_unavailable"
+# Prefix of an engine's error codes for faults of an adapter.
 ADAPTER_FAULT = "adapter_"
-# Error code of an engine for a model that it neither serves nor finds in its adapter store.
-UNKNOWN = "model_not_found"
 
 
 class Loraplex(EngineKind):
@@ -114,7 +112,7 @@ class Loraplex(EngineKind):
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
         detail = read_detail(body)
         error = self.error(answer, detail, model)
-        withdrew = isinstance(error, Unavailable) and detail.code == WITHDRAWN
+        withdrew = isinstance(error, Unavailable) and detail.code == ENGINE_UNAVAILABLE
         return (EngineWithdrew if withdrew else EngineRefused)(error, answer.status)
 
     def error(self, answer: Incoming, detail: ErrorDetail, model: "Model") -> GatewayError:
@@ -126,7 +124,7 @@ class Loraplex(EngineKind):
                 return BadRequest("The engine could not load the adapter.", param="model", code=detail.code)
             message = with_clients_names(detail.message, model)
             return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
-        if answer.status == 404 and detail.code == UNKNOWN and model.adapters:
+        if answer.status == 404 and detail.code == MODEL_NOT_FOUND and model.adapters:
             what = "the adapter" if model.mixture is None else "an adapter of"
             return FilesMissing(f"The files of {what} '{model.name}' are missing from the adapter store.")
         if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
