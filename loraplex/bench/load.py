@@ -80,7 +80,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """A request of the plan.
 
     at: seconds from the run's start; None in a closed loop. number: its place in the source.
@@ -132,17 +132,19 @@ class Load:
             sources=tuple(source for source in self.sources if source.name not in names),
         )
 
-    def plan(self, source: Source) -> Iterator[Planned]:
+    def plan(self, source: Source) -> Iterator[PlannedRequest]:
         """Yield a source's requests in the order of their times; endless for a closed loop without a limit."""
         every = self._replayed(source) if isinstance(source.arrival, Trace) else self._drawn(source)
         yield from itertools.islice(every, source.requests)
 
-    def _drawn(self, source: Source) -> Iterator[Planned]:
+    def _drawn(self, source: Source) -> Iterator[PlannedRequest]:
         models, lengths = (Random(f"{self.seed}:{source.name}:{use}") for use in ("models", "lengths"))
         cumulated = list(itertools.accumulate(source.popularity.weights(len(source.targets))))
         for number, at in enumerate(self._times(source)):
             [target] = models.choices(source.targets, cum_weights=cumulated)
-            yield Planned(source.name, number, at, target, source.input.draw(lengths), source.output.draw(lengths))
+            yield PlannedRequest(
+                source.name, number, at, target, source.input.draw(lengths), source.output.draw(lengths)
+            )
 
     def _times(self, source: Source) -> Iterator[float | None]:
         if isinstance(source.arrival, Closed):
@@ -154,7 +156,7 @@ class Load:
                 return
             yield source.start + offset
 
-    def _replayed(self, source: Source) -> Iterator[Planned]:
+    def _replayed(self, source: Source) -> Iterator[PlannedRequest]:
         assert isinstance(source.arrival, Trace)
         models = Random(f"{self.seed}:{source.name}:models")
         cumulated = list(itertools.accumulate(source.popularity.weights(len(source.targets))))
@@ -165,12 +167,12 @@ class Load:
             if end is not None and at >= end:
                 return
             target = named[row.adapter] if row.adapter else models.choices(source.targets, cum_weights=cumulated)[0]
-            yield Planned(source.name, number, at, target, row.input, row.output)
+            yield PlannedRequest(source.name, number, at, target, row.input, row.output)
 
     def _end(self, source: Source) -> float | None:
         return min((end for end in (self.seconds, source.stop) if end is not None), default=None)
 
-    def prompt(self, planned: Planned) -> str:
+    def prompt(self, planned: PlannedRequest) -> str:
         """Return the request's prompt: a word for each token. Prompts share no prefix."""
         random = Random(f"{self.seed}:{self.round}:{planned.source}:{planned.number}")
         return " ".join(random.choices(WORDS, k=planned.input_tokens))

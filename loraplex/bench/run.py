@@ -14,7 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 
 from loraplex.bench.arrivals import Closed
-from loraplex.bench.load import Load, Planned, Source, Tenant
+from loraplex.bench.load import Load, PlannedRequest, Source, Tenant
 from loraplex.bench.monitor import Monitor
 from loraplex.bench.sampling import Fixed
 from loraplex.bench.sending import Sample, Sender
@@ -107,7 +107,7 @@ async def warm_up(server: Server, load: Load) -> None:
     free = asyncio.Semaphore(WARMUP_CONCURRENCY)
     runner = Runner(server, warm, Run(warm))
 
-    async def one(planned: Planned) -> None:
+    async def one(planned: PlannedRequest) -> None:
         async with free:
             await runner.send(planned, warm.prompt(planned), time.perf_counter())
 
@@ -177,7 +177,7 @@ class Runner:
                 else:
                     group.create_task(self._open(source, group))
 
-    async def send(self, planned: Planned, prompt: str, due: float) -> Sample:
+    async def send(self, planned: PlannedRequest, prompt: str, due: float) -> Sample:
         sample = Sample(planned, due, sent=due)
         self._run.samples.append(sample)
         target = planned.target
@@ -197,7 +197,7 @@ class Runner:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             group.create_task(self.send(planned, prompt, due))
 
-    async def _place(self, source: Source, plan: Iterator[Planned]) -> None:
+    async def _place(self, source: Source, plan: Iterator[PlannedRequest]) -> None:
         """Send one request after the other until the plan or the run ends."""
         end = min((end for end in (self._load.seconds, source.stop) if end is not None), default=float("inf"))
         await asyncio.sleep(max(0.0, self.start + source.start - time.perf_counter()))

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from loraplex.bench.load import Api, Planned
+from loraplex.bench.load import Api, PlannedRequest
 from wire.http_errors import HTTP_ERRORS
 from wire.sse import DONE, EventReader
 
@@ -41,7 +41,7 @@ class Sample:
     that carry a part of the answer. Token counts are the server's; None if its answer had none.
     """
 
-    planned: Planned
+    planned: PlannedRequest
     due: float
     sent: float = 0.0
     ended: float | None = None
@@ -139,7 +139,7 @@ class Sender:
             if sample.error is not None:
                 sample.error = _cleaned(sample.error, sample.planned.target.api_key)
 
-    def _body(self, planned: Planned, prompt: str) -> dict[str, Any]:
+    def _body(self, planned: PlannedRequest, prompt: str) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": planned.target.model,
             "max_tokens": planned.output_tokens,

@@ -17,7 +17,7 @@ from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
 from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
-from gateway.records.tenants.plans import Plan, Plans
+from gateway.records.tenants.plans import Plans, TenantPlan
 from gateway.records.tenants.terms import FIELDS, Source, Terms, resolve, sources
 
 PriceTable = Annotated[dict[ModelName, NewPrice], Meta(max_length=100)]
@@ -95,7 +95,7 @@ class AdminPlans:
         await self._plans.delete(name, request[ACTOR])
         return json_response(DeletedPlan(name=name))
 
-    async def _changed(self, plan: Plan) -> web.Response:
+    async def _changed(self, plan: TenantPlan) -> web.Response:
         await self._known.refresh()
         await self._auth.catch_up()
         return json_response(describe_plan(plan))
@@ -113,7 +113,7 @@ class AdminPlans:
         return {model: price.price() for model, price in given.items()}
 
 
-def describe_plan(plan: Plan) -> ShownPlan:
+def describe_plan(plan: TenantPlan) -> ShownPlan:
     """Return the plan as the API shows it."""
     unset = Terms()
     return ShownPlan(

@@ -18,19 +18,19 @@ from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price
-from gateway.records.tenants.plans import Plan
+from gateway.records.tenants.plans import TenantPlan
 from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms
 from wire.money import format_money
 
 PLANS = "/admin/plans"
 
 
-def _terms_text(plan: Plan) -> str:
+def _terms_text(plan: TenantPlan) -> str:
     shown = {name: value for name, value in given_terms(plan.terms).items() if name != "model_limits"}
     return terms_text(shown) or "the defaults"
 
 
-def _prices_text(plan: Plan) -> str:
+def _prices_text(plan: TenantPlan) -> str:
     return "; ".join(f"{model}: {_price_text(price)}" for model, price in plan.prices.items())
 
 
@@ -145,7 +145,7 @@ class PlanPages:
             error=error,
         )
 
-    async def _save(self, request: web.Request, plan: Plan | None, name: str, given: NewPlan) -> None:
+    async def _save(self, request: web.Request, plan: TenantPlan | None, name: str, given: NewPlan) -> None:
         """Save a plan under its name; a new one, if `plan` is None, under `name`."""
         if plan is None and name in await self._records.plans.terms():
             raise BadRequest(f"A plan named '{name}' exists already.", param="name")
@@ -165,14 +165,14 @@ class PlanPages:
             ("all", EVERYTHING, "Everything else"),
         ]
 
-    def _values(self, plan: Plan) -> dict[str, str]:
+    def _values(self, plan: TenantPlan) -> dict[str, str]:
         """Return the form's fields of a plan as text."""
         terms = given_terms(plan.terms)
         return {name: term_text(name, terms[name]) if name in terms else "" for name in NAMES} | self._price_values(
             plan
         )
 
-    def _price_values(self, plan: Plan) -> dict[str, str]:
+    def _price_values(self, plan: TenantPlan) -> dict[str, str]:
         prices = {field: plan.prices.get(model) for field, model, _ in self._priced()}
         return {
             f"{field}_{name}": "" if price is None else format_money(getattr(price, name))

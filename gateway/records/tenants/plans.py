@@ -24,7 +24,7 @@ PLAN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_PLAN = "There is no plan of this name."
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class TenantPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A plan. prices: by the base model's name, "*/*" for all adapters, or "*" for everything.
 
     num_tenants: how many tenants have the plan.
@@ -43,7 +43,7 @@ class Plans:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def list(self) -> list[Plan]:
+    async def list(self) -> list[TenantPlan]:
         async with self._database.read() as connection:
             rows = (await connection.execute(_PLANS.order_by(plans.c.name))).all()
         return [_read(row) for row in rows]
@@ -54,14 +54,14 @@ class Plans:
             rows = (await connection.execute(select(plans.c.name, plans.c.terms))).all()
         return {row.name: read_terms(row.terms) for row in rows}
 
-    async def get(self, name: str) -> Plan:
+    async def get(self, name: str) -> TenantPlan:
         check_plan(name)
         async with self._database.read() as connection:
             return await _find(connection, name)
 
     async def put(
-        self, name: str, terms: Terms, prices: Mapping[str, Price], actor: str, *, seen: Plan | None = None
-    ) -> Plan:
+        self, name: str, terms: Terms, prices: Mapping[str, Price], actor: str, *, seen: TenantPlan | None = None
+    ) -> TenantPlan:
         """Create a plan or replace its terms and prices. The plan's tenants get the new terms in the same transaction.
 
         seen: the plan on which the change is based. Raises BadRequest for a bad name, Changed if the plan is no longer
@@ -89,7 +89,9 @@ class Plans:
             await _count(connection, name)
             return await _find(connection, name)
 
-    async def put_prices(self, name: str, prices: Mapping[str, Price], actor: str, *, seen: Plan | None = None) -> Plan:
+    async def put_prices(
+        self, name: str, prices: Mapping[str, Price], actor: str, *, seen: TenantPlan | None = None
+    ) -> TenantPlan:
         """Replace the prices of a plan. seen: as in `put`. Raises Changed."""
         check_plan(name)
         async with self._database.write() as connection:
@@ -126,21 +128,21 @@ _COUNT = select(func.count()).where(tenants.c.plan == plans.c.name).correlate(pl
 _PLANS = select(plans, _COUNT.label("num_tenants"))
 
 
-async def _find(connection: AsyncConnection, name: str) -> Plan:
+async def _find(connection: AsyncConnection, name: str) -> TenantPlan:
     row = (await connection.execute(_PLANS.where(plans.c.name == name))).one_or_none()
     if row is None:
         raise RecordNotFound(NO_PLAN, param="plan")
     return _read(row)
 
 
-async def _locked(connection: AsyncConnection, name: str) -> Plan | None:
+async def _locked(connection: AsyncConnection, name: str) -> TenantPlan | None:
     """Return the plan, locked: until this transaction ends, no other one can change it or assign it to a tenant."""
     query = _PLANS.where(plans.c.name == name).with_for_update(of=plans)
     row = (await connection.execute(query)).one_or_none()
     return None if row is None else _read(row)
 
 
-def _check_unchanged(now: Plan | None, seen: Plan | None) -> None:
+def _check_unchanged(now: TenantPlan | None, seen: TenantPlan | None) -> None:
     """Raise Changed if the plan's terms or prices differ from those in `seen`; None: any."""
     if seen is not None:
         check_unchanged(now and (now.terms, now.prices), (seen.terms, seen.prices))
@@ -165,7 +167,7 @@ async def _count(connection: AsyncConnection, name: str) -> None:
     await count_change(connection, PRICES)
 
 
-def _earlier(before: Plan, new: Mapping[str, Any]) -> dict[str, Any]:
+def _earlier(before: TenantPlan, new: Mapping[str, Any]) -> dict[str, Any]:
     old = given_terms(before.terms) | {"prices": before.prices}
     return {field: old.get(field) for field in {**old, **new}}
 
@@ -180,8 +182,8 @@ def _encode(prices: Mapping[str, Price]) -> str:
     return msgspec.json.encode(prices).decode()
 
 
-def _read(row: Row[Any]) -> Plan:
-    return Plan(
+def _read(row: Row[Any]) -> TenantPlan:
+    return TenantPlan(
         name=row.name,
         terms=read_terms(row.terms),
         prices=msgspec.json.decode(row.prices, type=dict[str, Price]),

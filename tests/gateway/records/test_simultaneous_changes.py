@@ -28,7 +28,7 @@ async def at_once(*changes: Awaitable[Any]) -> list[Any]:
 async def test_first_puts_of_a_plan_all_succeed(connected: Database):
     table = Plans(connected)
     made = await at_once(*(table.put("gold", NO_TERMS, {"*": Price(input=n)}, "op") for n in range(AT_ONCE)))
-    assert [type(each).__name__ for each in made] == ["Plan"] * AT_ONCE
+    assert [type(each).__name__ for each in made] == ["TenantPlan"] * AT_ONCE
     assert [each.name for each in await table.list()] == ["gold"]
 
 

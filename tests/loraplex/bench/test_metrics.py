@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.bench.arrivals import Closed, Poisson
 from loraplex.bench.fairness import Cumulative, entitled, fairness, jain, largest_difference, max_min, service_of
-from loraplex.bench.load import Load, Planned, Slo, Source, Target, Tenant
+from loraplex.bench.load import Load, PlannedRequest, Slo, Source, Target, Tenant
 from loraplex.bench.metrics import figures, percentile
 from loraplex.bench.sampling import Even, Fixed
 from loraplex.bench.sending import UNFINISHED, Failure, Sample
@@ -18,7 +18,7 @@ TARGETS = {name: Target(name, f"secret-{name}", "m") for name in ("acme", "globe
 
 def sample(tenant="acme", due=0.0, times=(), ended=None, prompt=10, tokens=None, error=None, asked=4) -> Sample:
     """Return a sample of `asked` planned tokens; its answer is whole unless there is an error."""
-    planned = Planned(tenant, 0, due, TARGETS[tenant], prompt, asked)
+    planned = PlannedRequest(tenant, 0, due, TARGETS[tenant], prompt, asked)
     end = (times[-1] if times else due) if ended is None else ended
     counts = (prompt, len(times) if tokens is None else tokens) if error is None else (None, None)
     return Sample(planned, due, due, end, array("d", times), *counts, error)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from loraplex.bench.compare import changes
-from loraplex.bench.load import Load, Planned, Target
+from loraplex.bench.load import Load, PlannedRequest, Target
 from loraplex.bench.page import html_page
 from loraplex.bench.report import isolation, make_report, run_report
 from loraplex.bench.run import Run
@@ -27,7 +27,7 @@ def run(ttft: float, load: Load = LOAD) -> dict:
     """Return a run of one request of each tenant, and one that failed."""
     samples = []
     for target in TARGETS:
-        planned = Planned("all", 0, None, target, 8, 3)
+        planned = PlannedRequest("all", 0, None, target, 8, 3)
         times = array("d", [ttft, ttft + 0.1, ttft + 0.2])
         samples.append(Sample(planned, 0.0, 0.0, times[-1], times, 8, 3))
     samples.append(Sample(planned, 0.5, 0.5, 0.6, error=Failure("http 429", "<script>")))
