@@ -34,6 +34,7 @@ from adapters.manifest import (
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
+# The widths of `kernels.dtypes.FILE_DTYPES`, without torch: the gateway reads headers too.
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 _MAX_CONFIG_BYTES = 1 << 20

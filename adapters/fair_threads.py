@@ -63,6 +63,8 @@ class TooManyPending(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Job:
+    """Work for a thread, and the tenants that wait for it. started: when its thread began it, 0 before."""
+
     tenants: set[str]
     work: Callable[[], Any]
     future: "Future[Any]"

@@ -87,6 +87,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
+    """Memory and throughput of an engine that is not started."""
+
     memory: Memory
     throughput: Throughput
 

@@ -28,6 +28,8 @@ class SourceError(Exception):
 
 
 class Source(Protocol):
+    """The bytes of a tar, read once from begin to end. Its methods raise SourceError."""
+
     @property
     def position(self) -> int: ...
     def read(self, size: int, /) -> bytes: ...

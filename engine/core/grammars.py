@@ -17,6 +17,7 @@ from functools import partial
 from adapters.fair_threads import FairThreads, TooManyPending, Yielding
 from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
+from wire.bounded_dict import BoundedDict
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 
@@ -81,7 +82,7 @@ class Grammars:
             max_cpu_seconds=TENANT_CPU_SECONDS,
         )
         # Tenants and each one's grammars, least recently used first.
-        self._compiled: OrderedDict[str, OrderedDict[GrammarSpec, Grammar]] = OrderedDict()
+        self._compiled: OrderedDict[str, BoundedDict[GrammarSpec, Grammar]] = OrderedDict()
         self._pending: dict[tuple[str, GrammarSpec], _Pending] = {}
         # Tenant and CPU seconds of expensive masks, from the engine's thread, which must not wait for a lock.
         self._dear_masks = deque[tuple[str, float]]()
@@ -180,11 +181,9 @@ class Grammars:
         self._forget(pending, tenant_id, spec)
         if done.cancelled() or done.exception() is not None:
             return
-        own = self._compiled.setdefault(tenant_id, OrderedDict())
-        own[spec] = done.result()
+        own = self._compiled.setdefault(tenant_id, BoundedDict(MAX_CACHED_PER_TENANT))
+        own.put(spec, done.result())
         self._compiled.move_to_end(tenant_id)
-        if len(own) > MAX_CACHED_PER_TENANT:
-            own.popitem(last=False)
         if sum(map(len, self._compiled.values())) > MAX_CACHED:
             # Evict from the tenant with the most grammars; among equals, from the least recently used tenant.
             largest = max(self._compiled, key=lambda tenant_id: len(self._compiled[tenant_id]))

@@ -26,6 +26,8 @@ HASHED_AT_ONCE = 128
 
 @dataclass(slots=True)
 class Block:
+    """A block of the KV cache. holders: number of requests that use it. key: its content's key in the prefix cache."""
+
     index: int
     holders: int = 0
     key: bytes | None = None

@@ -10,7 +10,7 @@ from engine.scheduling.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Nearness:
-    """See `policies.policy.Nearness`."""
+    """Nearness by the adapters that are on the device and the blocks that are in the prefix cache."""
 
     adapters: AdapterPool
     cache: KVCache

@@ -1,12 +1,12 @@
 """Sources of drafts: the interface, and prompt lookup. Independent of tensors."""
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.rates import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, Rates
 from engine.scheduling.request import Request
+from wire.bounded_dict import BoundedDict
 
 # Pairs of tenant and adapter whose rates are kept, the most recently used ones.
 KEPT_RATES = 1024
@@ -58,14 +58,12 @@ class SharedRates:
     """
 
     def __init__(self) -> None:
-        self._rates: OrderedDict[tuple[str, str], Rates] = OrderedDict()
+        self._rates = BoundedDict[tuple[str, str], Rates](KEPT_RATES)
 
     def of(self, request: Request) -> Rates:
         key = request.tenant_id, request.adapter_digest or ""
-        rates = self._rates.setdefault(key, Rates(FIRST_FRESH, FIRST_NEXT))
-        self._rates.move_to_end(key)
-        if len(self._rates) > KEPT_RATES:
-            self._rates.popitem(last=False)
+        rates = self._rates.get(key) or Rates(FIRST_FRESH, FIRST_NEXT)
+        self._rates.put(key, rates)
         return rates
 
 

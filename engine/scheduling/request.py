@@ -118,6 +118,8 @@ class RequestOutput(NamedTuple):
 
 
 class Status(Enum):
+    """State of a request. A preempted request is waiting again."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

@@ -335,7 +335,7 @@ class Scheduler:
                 self._failed.append(request)
 
     def _prompt_pressure(self, plan: Plan, in_progress: Sequence[Request]) -> float:
-        """See `pacing.prompt_pressure`."""
+        """Return the pressure of the prompts in progress and of those waiting prompts for which a seat is free."""
         prompts = Counter(r.tenant_id for r in in_progress)
         streams = Counter([r.tenant_id for r in plan])
         for tenant_id in streams:

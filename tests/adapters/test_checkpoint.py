@@ -6,8 +6,9 @@ import struct
 
 import pytest
 
-from adapters.checkpoint import _pair, open_checkpoint
+from adapters.checkpoint import DTYPE_BYTES, _pair, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
+from kernels.dtypes import FILE_DTYPES
 from testing.adapter_files import BASE, CONFIG, header_of, key, pack, safetensors, tensors, write
 
 
@@ -284,3 +285,7 @@ def test_a_file_made_by_safetensors_reads_the_same(tmp_path):
     write(tmp_path / "theirs", safetensors(content))
     save_file(values, tmp_path / "theirs" / "adapter_model.safetensors", metadata={"format": "pt"})
     assert open_checkpoint(tmp_path / "theirs").digest == expected
+
+
+def test_the_gateway_knows_the_widths_of_the_dtypes_that_engines_read() -> None:
+    assert {name: dtype.itemsize for name, dtype in FILE_DTYPES.items()} == DTYPE_BYTES
