@@ -80,7 +80,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     share = open_share(config, platform)
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
-    sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
+    sizes = BatchSizes.of(config, is_host=platform.is_host)
     graph_sizes = resolve_graph_sizes(config, device, sizes.max_num_seqs)
     graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
     limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)

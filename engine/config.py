@@ -158,7 +158,7 @@ class EngineConfig:
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
-            BatchSizes.of(self, is_gpu=False)
+            BatchSizes.of(self, is_host=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,11 @@ class BatchSizes:
     max_num_batched_tokens: int
 
     @classmethod
-    def of(cls, config: EngineConfig, *, is_gpu: bool) -> "BatchSizes":
-        """Return the sizes on a device. Raises ConfigError for sizes that do not fit together."""
-        found = cls(*(device_default(config, name, is_gpu=is_gpu) for name in cls.__slots__))
+    def of(cls, config: EngineConfig, *, is_host: bool) -> "BatchSizes":
+        """Return the sizes on a device. is_host: see `Platform`. Raises ConfigError for sizes that do not fit
+        together.
+        """
+        found = cls(*(device_default(config, name, is_host=is_host) for name in cls.__slots__))
         sizes, most = config.cuda_graph_sizes, found.max_num_seqs
         if sizes is not None and not all(1 <= size <= most for size in sizes):
             raise ConfigError(
@@ -185,12 +187,12 @@ class BatchSizes:
         return found
 
 
-def device_default(config: EngineConfig, name: str, *, is_gpu: bool) -> Any:
+def device_default(config: EngineConfig, name: str, *, is_host: bool) -> Any:
     """Return an option's value: as configured, else the device's default."""
     given, by_device = getattr(config, name), options(EngineConfig)[name].by_device
     if given is not None or by_device is None:
         return given
-    return by_device.gpu if is_gpu else by_device.cpu
+    return by_device.cpu if is_host else by_device.gpu
 
 
 @dataclass(frozen=True, slots=True)

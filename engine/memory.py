@@ -84,7 +84,7 @@ def open_share(config: EngineConfig, platform: Platform) -> Share | None:
     name the field, and if other processes use so much that the share is not free.
     """
     _check_sizes(config, platform)
-    utilization = device_default(config, "gpu_memory_utilization", is_gpu=not platform.is_host)
+    utilization = device_default(config, "gpu_memory_utilization", is_host=platform.is_host)
     if utilization is None or not platform.has_ops:
         return None
     # On the host, only this process is measured, and its memory is part of the engine's share.
@@ -137,7 +137,7 @@ def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform,
     The default is at most half of the engine's part of the host's memory on a GPU, and HOST_ADAPTERS_PART of what is
     left of it on the CPU.
     """
-    value = device_default(config, "host_adapter_memory", is_gpu=not platform.is_host)
+    value = device_default(config, "host_adapter_memory", is_host=platform.is_host)
     if not isinstance(value, Times):
         return config.host_adapter_memory or _part(value, HOST_ADAPTERS_PART, config, host, used)
     return max(1, min(value.factor * on_device, host.total_memory() // (2 * config.engines_on_host)))

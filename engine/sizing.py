@@ -24,7 +24,7 @@ from engine.build import (
     resolve_device,
     resolve_dtypes,
 )
-from engine.config import BatchSizes, EngineConfig
+from engine.config import DEVICE_NAMES, BatchSizes, EngineConfig
 from engine.draft import find_draft
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.seats import seat_bytes
@@ -47,7 +47,6 @@ from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throu
 from engine.sizing_steps import MeasuredSteps
 from engine.step_log import StepWork
 from kernels.cpu.plain import TorchOps
-from kernels.devices import SIMULATED
 from kernels.gpu import schemes
 from kernels.ops import Ops
 from kernels.platform import Platform, pick_ops, platform_of
@@ -159,7 +158,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     draft = _describe_draft(config, model, target, context)
     used = weights.num_bytes + draft.weights + process
     loaded = used if share is not None else used - process
-    sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
+    sizes = BatchSizes.of(config, is_host=platform.is_host)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     on_device = adapter_bytes(config, share, used, platform)
     pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
@@ -208,10 +207,11 @@ def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Estima
             raise ConfigError("gpu", f"expected one of {', '.join(GPUS)}; got {gpu!r}")
         found = GPUS[gpu]
         return EstimatedDevice(GpuPlatform(found.title, found.memory), GpuOps(), found.roofline)
-    if config.device.startswith(SIMULATED):
-        raise ConfigError("device", f"expected auto, cpu or cuda, or a --gpu to estimate; got {config.device!r}")
     device = resolve_device(config)
     platform = platform_of(device)
+    if not platform.has_ops:
+        names = f"{', '.join(DEVICE_NAMES[:-1])} or {DEVICE_NAMES[-1]}"
+        raise ConfigError("device", f"expected {names}, or a --gpu to estimate; got {config.device!r}")
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
     return EstimatedDevice(platform, ops, None)
@@ -235,7 +235,7 @@ def _describe_draft(config: EngineConfig, model: ModelConfig, target: EstimatedD
     draft_config, draft = found
     raw = read_config(Path(draft_config.model))
     dtype, kv_dtype, _ = resolve_dtypes(draft_config, draft)
-    sizes = BatchSizes.of(config, is_gpu=not target.platform.is_host)
+    sizes = BatchSizes.of(config, is_host=target.platform.is_host)
     return DraftNeeds(
         describe_decoder(
             draft_config, raw, draft, target.ops, min(context, draft.max_position_embeddings)
@@ -311,7 +311,7 @@ def _step_time(config: EngineConfig, target: EstimatedDevice, decoder: Decoder, 
     roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
     if not target.platform.is_host:
         return StepTime(work, model, roofline, None)
-    most_tokens = BatchSizes.of(config, is_gpu=False).max_num_batched_tokens
+    most_tokens = BatchSizes.of(config, is_host=True).max_num_batched_tokens
     return StepTime(work, model, roofline, MeasuredSteps(decoder, config.block_size, most_tokens, kv_dtype).seconds)
 
 

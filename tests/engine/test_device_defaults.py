@@ -27,10 +27,10 @@ def test_a_device_has_its_own_defaults(
 ) -> None:
     platform, host, config = platform_of(torch.device(device)), CpuPlatform(), EngineConfig(model="x")
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 100 * GIB)
-    assert BatchSizes.of(config, is_gpu=not platform.is_host) == sizes
+    assert BatchSizes.of(config, is_host=platform.is_host) == sizes
     assert host_adapter_bytes(config, 8 * GIB, platform, host, GIB) == host_adapters
     given = EngineConfig(model="x", max_num_seqs=3, max_num_batched_tokens=5, host_adapter_memory=7)
-    assert BatchSizes.of(given, is_gpu=not platform.is_host) == BatchSizes(3, 5)
+    assert BatchSizes.of(given, is_host=platform.is_host) == BatchSizes(3, 5)
     assert host_adapter_bytes(given, 8 * GIB, platform, host, GIB) == 7
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 20 * GIB)
     assert host_adapter_bytes(config, 8 * GIB, platform, host, 8 * GIB) == {"cpu": 3 * GIB, "cuda": 10 * GIB}[device]
@@ -61,4 +61,4 @@ def test_an_engine_takes_the_defaults_of_a_gpu(tmp_path: Path) -> None:
 )
 def test_a_size_must_fit_the_defaults_of_the_others(options: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        BatchSizes.of(EngineConfig(model="x", **options), is_gpu=False)
+        BatchSizes.of(EngineConfig(model="x", **options), is_host=True)
