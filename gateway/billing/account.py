@@ -17,7 +17,7 @@ from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
-from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
+from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field, decode_progress
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest
 from gateway.metrics import Metrics
@@ -180,17 +180,18 @@ class Account:
             self._first_token = time.monotonic()
 
     def _observe(self, event: Fields) -> None:
-        progress, usage = decode_field(event, "loraplex"), decode_field(event, "usage")
-        reason = progress.get("finish_reason") if isinstance(progress, dict) else None
+        progress, usage = decode_progress(event), decode_field(event, "usage")
+        reason = None if progress is None else progress.finish_reason
         # Our engine says the reason of a whole answer, whose choices may be large.
         choices = [Choice(finish_reason=reason)] if isinstance(reason, str) else decode_choices(event)
-        if isinstance(progress, dict):
-            self.observe_receipt(progress.get("adapter_digest"))
-            self.rate_end.by_engine = progress.get("ended_by_allowance") is True
+        if progress is not None:
+            self.observe_receipt(progress.adapter_digest)
+            self.rate_end.by_engine = progress.ended_by_allowance is True
         if isinstance(usage, dict):
-            self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
-        elif isinstance(progress, dict):
-            self._count(progress, progress.get("cached_tokens"))
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            self._count(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+        elif progress is not None:
+            self._count(progress.prompt_tokens, progress.completion_tokens, progress.cached_tokens)
         else:
             # The engine (vLLM) sends no counts before its last event: count a piece of text as one token.
             self.completion_tokens += sum(_has_text(choice) for choice in choices)
@@ -246,9 +247,9 @@ class Account:
             base=self.base,
         )
 
-    def _count(self, counts: dict[str, Any], cached: Any) -> None:
-        self.prompt_tokens = _int(counts.get("prompt_tokens"), self.prompt_tokens)
-        self.completion_tokens = _int(counts.get("completion_tokens"), self.completion_tokens)
+    def _count(self, prompt: Any, completion: Any, cached: Any) -> None:
+        self.prompt_tokens = _int(prompt, self.prompt_tokens)
+        self.completion_tokens = _int(completion, self.completion_tokens)
         self.cached_tokens = _int(cached, self.cached_tokens)
 
 

@@ -128,7 +128,19 @@ class Choice(msgspec.Struct):
     delta: Any = None
 
 
+class Progress(msgspec.Struct):
+    """The fields of our engine's `GenerationProgress`. A release may leave out each of them."""
+
+    completion_tokens: Any = None
+    prompt_tokens: Any = None
+    cached_tokens: Any = None
+    adapter_digest: Any = None
+    ended_by_allowance: Any = None
+    finish_reason: Any = None
+
+
 _choices = msgspec.json.Decoder(list[Choice] | None)
+_progress = msgspec.json.Decoder(Progress)
 
 
 async def read_answer(
@@ -294,6 +306,19 @@ def decode_field(fields: Fields, name: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UpstreamFailed(f"The engine's {name} is not valid JSON.") from error
+
+
+def decode_progress(fields: Fields) -> Progress | None:
+    """Return the progress; None for an answer without it, as other engines send. Raises UpstreamFailed."""
+    raw = fields.get("loraplex")
+    if raw is None:
+        return None
+    try:
+        return _progress.decode(raw)
+    except msgspec.ValidationError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UpstreamFailed("The engine's loraplex is not valid JSON.") from error
 
 
 def decode_choices(fields: Fields) -> list[Choice]:

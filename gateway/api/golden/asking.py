@@ -20,7 +20,7 @@ from gateway.billing.charges import Ending, ending_of
 from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
 from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, decode_field, read_answer
+from gateway.fleet.answers import Fields, decode_field, decode_progress, read_answer
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import AttemptLog, Fleet
 from gateway.fleet.engine import EngineRecord
@@ -78,9 +78,9 @@ class FreeAttemptLog:
 
     def observe_answer(self, answer: Fields) -> None:
         """Read the number of generated tokens, which the fair share counts. Raises EngineMismatch."""
-        progress, usage = decode_field(answer, "loraplex"), decode_field(answer, "usage")
-        if isinstance(progress, dict):
-            self.observe_receipt(progress.get("adapter_digest"))
+        progress, usage = decode_progress(answer), decode_field(answer, "usage")
+        if progress is not None:
+            self.observe_receipt(progress.adapter_digest)
         if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
             self.completion_tokens = tokens
 

@@ -12,11 +12,21 @@ from msgspec import Raw
 
 from gateway.errors import UpstreamFailed
 from gateway.fleet import answers
-from gateway.fleet.answers import LARGE_BYTES, Fields, decode_field, decode_fields, object_parts, slice_fields
+from gateway.fleet.answers import (
+    LARGE_BYTES,
+    Fields,
+    Progress,
+    decode_field,
+    decode_fields,
+    decode_progress,
+    object_parts,
+    slice_fields,
+)
+from gateway.fleet.engine import EngineState
 from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream, counts
 from tests.gateway.fleet.test_receipts import row_of
-from wire.responses import FIELDS_HEADER
+from wire.responses import FIELDS_HEADER, EngineStateResponse, GenerationProgress
 
 # Names of tokens are keys of `top_logprobs`, so a completion can have any field's name with its punctuation.
 DECOY = {"index": 0, "text": '"},"usage":{}', "logprobs": {"top_logprobs": [{"a": -1.5, "usage": -2.5}]}}
@@ -191,3 +201,23 @@ async def test_the_choices_of_a_large_answer_are_not_read(
     assert read[False, 7 * 2**20] < 10_000
     assert read[True, 7 * 2**20] < 10_000
     assert read[True, 2**19] > 2 * 2**19
+
+
+# Fields of a state that the gateway sets itself, for other kinds of engines and for operators.
+OWN_FIELDS = {"finds_adapters", "adapters_only", "reported"}
+
+
+def test_the_gateway_reads_only_fields_that_our_engine_sends():
+    assert set(Progress.__struct_fields__) <= set(GenerationProgress.__struct_fields__)
+    assert set(EngineState.__struct_fields__) - OWN_FIELDS <= set(EngineStateResponse.__struct_fields__)
+
+
+def test_progress_of_another_form_is_ignored_and_malformed_json_is_the_engines_failure():
+    def progress(text: bytes) -> Progress | None:
+        return decode_progress({"loraplex": Raw(text)})
+
+    assert progress(b'{"completion_tokens":3,"finish_reason":null}') == Progress(completion_tokens=3)
+    assert decode_progress({}) is None
+    assert [progress(text) for text in (b"null", b"3", b"[]")] == [None] * 3
+    with pytest.raises(UpstreamFailed, match="loraplex"):
+        progress(b"{")
