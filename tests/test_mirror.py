@@ -1,8 +1,12 @@
-"""The tests mirror the product: their folders, and the places of tests that have a module's name."""
+"""The tests mirror the product: their folders, and the places of tests with a module's name. Named test files exist."""
 
+import re
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW, WITH_TRANSFORMERS
+from tests.gateway.conftest import ON_UVLOOP
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "engine", "adapters", "kernels", "wire", "loraplex")
@@ -48,3 +52,17 @@ def test_a_test_with_the_name_of_a_single_module_lies_in_its_folder(package):
         if len(home) == 1 and here not in home:
             found[str(path.relative_to(ROOT))] = f"the module is in {home.pop()}"
     assert not found
+
+
+def test_files_that_the_fixtures_list_exist():
+    """A moved file would lose its place in the order, its process or its event loop without a word."""
+    listed = {*(f"tests/{name}" for name in SLOW), *WITH_TRANSFORMERS}
+    assert not [name for name in listed if not (ROOT / name).is_file()]
+    assert {path.stem for path in (ROOT / "tests" / "gateway").rglob("test_*.py")} >= ON_UVLOOP
+
+
+def test_files_that_the_documents_name_exist():
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {name for path in documents for name in re.findall(r"(?<![\w/.])tests/[\w/]+\.py\b", path.read_text())}
+    assert len(named) > 50
+    assert not [name for name in sorted(named) if not (ROOT / name).is_file()]
