@@ -119,7 +119,7 @@ class Engine:
     def add_request(self, new: NewRequest) -> None:
         """Queue a request. Raises BadRequest that names the parameter, for a request that could never run."""
         if new.request_id in self.scheduler.requests:
-            raise BadRequest("request_id", f"{new.request_id} is already in flight")
+            raise BadRequest("request_id", f"request_id: {new.request_id} is already in flight.")
         new.check(self.max_model_len, self.model_config.vocab_size)
         params = new.params
         seed = params.seed

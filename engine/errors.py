@@ -9,8 +9,8 @@ from wire.errors import BadRequest, ConfigError
 logger = logging.getLogger(__name__)
 
 # Reasons for clients. The cause is in the log only, because it may quote a request.
-FAILED = "the engine failed; send the request again"
-CLOSED = "the engine is shut down"
+FAILED = "The engine failed; send the request again."
+CLOSED = "The engine is shut down."
 
 
 class EngineUnavailable(RuntimeError):

@@ -374,7 +374,7 @@ def translate(error: Exception, request_id: str) -> GatewayError:
     if isinstance(error, BadHead):
         return ExpectationFailed(error.message) if error.status == 417 else BadRequest(error.message)
     if isinstance(error, AdapterError):
-        return BadRequest(str(error), param=error.field, code="invalid_adapter")
+        return BadRequest(f"{error}.", param=error.field, code="invalid_adapter")
     if isinstance(error, ProtocolError):
         return BadRequest(error.message, param=error.param, code=error.code)
     if isinstance(error, ChatTemplateError):

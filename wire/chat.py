@@ -74,19 +74,19 @@ class Message(Struct):
 
     def check(self, at: str) -> None:
         if self.role not in ROLES:
-            raise BadRequest(f"{at}.role", f"{at}.role must be one of {', '.join(ROLES)}, got {self.role[:40]!r}")
+            raise BadRequest(f"{at}.role", f"{at}.role: expected one of {', '.join(ROLES)}, got {self.role[:40]!r}.")
         if self.content is None and not self.tool_calls:
-            raise BadRequest(f"{at}.content", f"{at}.content must be a string or a list of text parts")
+            raise BadRequest(f"{at}.content", f"{at}.content: expected a string or a list of text parts.")
         for i, part in enumerate(self.content if isinstance(self.content, list) else ()):
             if part.type != "text":
                 where = f"{at}.content[{i}].type"
-                raise BadRequest(where, f"{where} must be 'text': no other kind of content is served")
+                raise BadRequest(where, f"{where}: expected 'text', the only kind of content that is served.")
             if part.text is None:
-                raise BadRequest(f"{at}.content[{i}].text", f"{at}.content[{i}].text is required")
+                raise BadRequest(f"{at}.content[{i}].text", f"{at}.content[{i}].text: is required.")
         if self.tool_calls and self.role != "assistant":
-            raise BadRequest(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
+            raise BadRequest(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools.")
         if self.tool_call_id is not None and self.role != "tool":
-            raise BadRequest(f"{at}.tool_call_id", f"{at}.tool_call_id: only a tool's message answers a call")
+            raise BadRequest(f"{at}.tool_call_id", f"{at}.tool_call_id: only a tool's message answers a call.")
         for i, call in enumerate(self.tool_calls or ()):
             where = f"{at}.tool_calls[{i}].function.arguments"
             arguments = _parsed_arguments(call.function.arguments, where)
@@ -137,9 +137,9 @@ def check_template_fields(request: TemplateFields) -> None:
         return
     field = "continue_final_message"
     if request.add_generation_prompt:
-        raise BadRequest(field, f"{field}: cannot be combined with add_generation_prompt")
+        raise BadRequest(field, f"{field}: cannot be combined with add_generation_prompt.")
     if not (request.messages or [])[-1].content:
-        raise BadRequest(field, f"{field}: the last message has no content")
+        raise BadRequest(field, f"{field}: expected content in the last message.")
 
 
 def check_template_kwargs(kwargs: dict[str, Any]) -> None:
@@ -147,7 +147,7 @@ def check_template_kwargs(kwargs: dict[str, Any]) -> None:
     field = "chat_template_kwargs"
     for key in kwargs:
         if key in TEMPLATE_OWN or key.startswith("_") or key.endswith(TEMPLATE_TOKENS):
-            raise BadRequest(field, f"{field}: {key[:64]} is not allowed here")
+            raise BadRequest(field, f"{field}: {key[:64]} is not allowed here.")
     check_size(kwargs, field, MAX_KWARGS_BYTES)
     check_depth(kwargs, field)
 
@@ -156,7 +156,7 @@ def check_size(value: Any, at: str, max_bytes: int) -> None:
     """Raise BadRequest for a value of more than `max_bytes` bytes as JSON."""
     size = len(msgspec.json.encode(value))
     if size > max_bytes:
-        raise BadRequest(at, f"{at} must have at most {max_bytes} bytes as JSON, got {size}")
+        raise BadRequest(at, f"{at}: expected at most {max_bytes} bytes as JSON, got {size}.")
 
 
 def check_depth(value: Any, at: str) -> None:
@@ -167,7 +167,7 @@ def check_depth(value: Any, at: str) -> None:
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
         if not level:
             return
-    raise BadRequest(at, f"{at} must be nested at most {MAX_DEPTH} lists and objects deep")
+    raise BadRequest(at, f"{at}: expected lists and objects nested at most {MAX_DEPTH} deep.")
 
 
 def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conversation:
@@ -182,7 +182,7 @@ def conversation_of(request: TemplateFields, tools: list[Tool] | None) -> Conver
 
 def check_messages(messages: list[Message]) -> None:
     if not messages:
-        raise BadRequest("messages", "messages must not be empty")
+        raise BadRequest("messages", "messages: expected at least one message.")
     for i, message in enumerate(messages):
         message.check(f"messages[{i}]")
 
@@ -194,13 +194,13 @@ def check_tools(tools: list[Tool], choice: ToolChoice | None) -> None:
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise BadRequest("tools", f"tools: there are two functions named {twice}")
+        raise BadRequest("tools", f"tools: expected one function of each name, got two named {twice}.")
     if choice in (None, "none", "auto"):
         return
     if not tools:
-        raise BadRequest("tool_choice", "tool_choice is only allowed with tools")
+        raise BadRequest("tool_choice", "tool_choice: expected only with tools.")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise BadRequest("tool_choice", f"tool_choice: no function named {choice.function.name[:64]!r} is among tools")
+        raise BadRequest("tool_choice", f"tool_choice: no function named {choice.function.name[:64]!r} is among tools.")
 
 
 def tools_as_template_input(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
@@ -222,4 +222,4 @@ def _parsed_arguments(arguments: str | dict[str, Any], at: str) -> dict[str, Any
         # Some clients send an empty string for a function without parameters.
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
-        raise BadRequest(at, f"{at} must be a JSON object, as text") from None
+        raise BadRequest(at, f"{at}: expected a JSON object, as text.") from None

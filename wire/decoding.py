@@ -59,11 +59,11 @@ def decode(kind: type[RequestT], body: bytes) -> RequestT:
     except msgspec.ValidationError as exc:
         raise _explain(str(exc), kind, body) from None
     except msgspec.DecodeError as exc:
-        raise BadRequest(None, f"the body is not valid JSON: {exc}") from None
+        raise BadRequest(None, f"The body is not valid JSON: {exc}.") from None
     except UnicodeDecodeError:
-        raise BadRequest(None, "the body is not valid JSON: it is not UTF-8") from None
+        raise BadRequest(None, "The body is not valid JSON: it is not UTF-8.") from None
     except RecursionError:
-        raise BadRequest(None, "the body is not valid JSON: it is nested too deeply") from None
+        raise BadRequest(None, "The body is not valid JSON: it is nested too deeply.") from None
     request.check()
     return request
 
@@ -73,7 +73,7 @@ def refuse(request: Struct, *fields: str, allowed: tuple[Any, ...] = ()) -> None
     for field in fields:
         value = getattr(request, field)
         if value is not None and value not in allowed:
-            raise BadRequest(field, f"{field} is not served by this engine", "unsupported_parameter")
+            raise BadRequest(field, f"{field}: is not served by this engine.", "unsupported_parameter")
 
 
 def _decoder(kind: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
@@ -95,7 +95,7 @@ def _explain(error: str, kind: type, body: bytes) -> BadRequest:
     param = path.removesuffix("[...]")
     if missing := re.search(r"missing required field `(\w+)`", what):
         param = f"{param}.{missing[1]}".lstrip(".")
-        return BadRequest(param, f"{param} is required")
+        return BadRequest(param, f"{param}: is required.")
     if limit := _LIMIT.fullmatch(what):
         return BadRequest(param, _out_of_range(param, limit, _types_at(kind, path), body))
     if expected := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
@@ -105,25 +105,25 @@ def _explain(error: str, kind: type, body: bytes) -> BadRequest:
         what = f"{what[0].lower()}{what[1:120]}{choices(kind, path)}"
     elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*?)(\(\?!.*\))?'", what):
         what = f"expected a string that matches {pattern[1]}"
-    return BadRequest(param or None, f"{param or 'the body'}: {what[0].lower()}{what[1:]}")
+    return BadRequest(param or None, f"{param or 'the body'}: {what[0].lower()}{what[1:]}.")
 
 
 def _out_of_range(param: str, limit: re.Match[str], types: list[msgspec.inspect.Type], body: bytes) -> str:
     """Return a message with the number's whole range, and the given value for a field at the body's top level."""
     name, of_length, sign, bound = limit.groups()
     if of_length:
-        return f"{param} must have {BOUND_WORDS[sign]} {bound} {UNITS[name]}"
+        return f"{param}: expected {BOUND_WORDS[sign]} {bound} {UNITS[name]}."
     for part in types:
         if isinstance(part, msgspec.inspect.IntType | msgspec.inspect.FloatType):
             low = f"at least {_plain(part.ge)}" if part.ge is not None else ""
-            low = f"above {_plain(part.gt)}" if part.gt is not None else low
+            low = f"a number above {_plain(part.gt)}" if part.gt is not None else low
             high = f"at most {_plain(part.le)}" if part.le is not None else ""
             if part.ge is not None and high:
-                wanted = f"between {_plain(part.ge)} and {_plain(part.le)}"
+                wanted = f"a number between {_plain(part.ge)} and {_plain(part.le)}"
             else:
                 wanted = " and ".join(filter(None, (low, high)))
-            return f"{param} must be {wanted}{_given(param, body)}"
-    return f"{param}: expected {TYPE_WORDS[name]} {BOUND_WORDS[sign]} {bound}"
+            return f"{param}: expected {wanted}{_given(param, body)}."
+    return f"{param}: expected {TYPE_WORDS[name]} {BOUND_WORDS[sign]} {bound}."
 
 
 def choices(kind: type, path: str) -> str:

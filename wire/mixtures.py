@@ -39,7 +39,7 @@ def parse_terms(model: str) -> list[Term]:
     """Return the terms in the order of the request. Raises BadRequest, which names the term."""
     texts = model.split("+", MAX_TERMS + 1)
     if len(texts) > MAX_TERMS:
-        raise BadRequest("model", f"model: expected at most {MAX_TERMS} adapters in a mixture")
+        raise BadRequest("model", f"model: expected at most {MAX_TERMS} adapters in a mixture.")
     return [_parse_term(text) for text in texts]
 
 
@@ -47,12 +47,12 @@ def _parse_term(text: str) -> Term:
     name, star, number = text.partition("*")
     shown = text if len(text) <= 100 else text[:97] + "..."
     if not name or not star:
-        raise BadRequest("model", f"model: expected NAME*WEIGHT as each term of a mixture, got '{shown}'")
+        raise BadRequest("model", f"model: expected NAME*WEIGHT as each term of a mixture, got '{shown}'.")
     if len(number) > _MAX_WEIGHT_CHARS or not _WEIGHT.fullmatch(number) or abs(float(number)) > MAX_WEIGHT:
         raise BadRequest(
             "model",
             f"model: expected a weight from -{MAX_WEIGHT:g} to {MAX_WEIGHT:g} of at most {_MAX_WEIGHT_CHARS} "
-            f"characters, such as 0.7, -1.5 or 1e-3, in the term '{shown}'",
+            f"characters, such as 0.7, -1.5 or 1e-3, in the term '{shown}'.",
         )
     return Term(name, float(number))
 
@@ -73,7 +73,7 @@ class Mixture:
         for term, digest in zip(terms, digests, strict=True):
             weights.setdefault(digest, []).append(term.weight)
             if abs(math.fsum(weights[digest])) > MAX_WEIGHT:
-                raise BadRequest("model", f"model: the weights of '{term.name}' add up to more than {MAX_WEIGHT:g}")
+                raise BadRequest("model", f"model: the weights of '{term.name}' add up to more than {MAX_WEIGHT:g}.")
         # `fsum` rounds once, so the order does not matter. Adding 0.0 removes a zero's sign.
         return cls(tuple((digest, math.fsum(found) + 0.0) for digest, found in sorted(weights.items())))
 

@@ -25,10 +25,10 @@ class PrefetchRequest(Struct):
 
     def check(self) -> None:
         if named_digest(self.adapter) is None:
-            message = f"adapter: expected sha256: and 64 hexadecimal digits, got {self.adapter[:100]!r}"
+            message = f"adapter: expected sha256: and 64 hexadecimal digits, got {self.adapter[:100]!r}."
             raise BadRequest("adapter", message)
         if len(self.tenant) > MAX_TENANT_CHARS:
-            raise BadRequest("tenant", f"tenant: expected at most {MAX_TENANT_CHARS} characters")
+            raise BadRequest("tenant", f"tenant: expected at most {MAX_TENANT_CHARS} characters.")
 
 
 class Prefetched(Struct):
@@ -49,11 +49,11 @@ class KeepRequest(Struct):
 
     def check(self) -> None:
         if len(self.adapters) > MAX_PINNED:
-            message = f"adapters: expected at most {MAX_PINNED} adapters, got {len(self.adapters)}"
+            message = f"adapters: expected at most {MAX_PINNED} adapters, got {len(self.adapters)}."
             raise BadRequest("adapters", message)
         for adapter in self.adapters:
             if named_digest(adapter) is None:
-                message = f"adapters: expected sha256: and 64 hexadecimal digits, got {adapter[:100]!r}"
+                message = f"adapters: expected sha256: and 64 hexadecimal digits, got {adapter[:100]!r}."
                 raise BadRequest("adapters", message)
 
 

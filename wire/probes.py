@@ -13,7 +13,7 @@ class ProbeRequest(Struct):
 
     def check(self) -> None:
         if named_digest(self.model) is None:
-            raise BadRequest("model", "model: expected sha256: and 64 hexadecimal digits")
+            raise BadRequest("model", "model: expected sha256: and 64 hexadecimal digits.")
 
 
 class ProbeReason(Struct, frozen=True):

@@ -150,23 +150,21 @@ class SamplingRequest(Struct, kw_only=True):
         if (self.grammar_spec() is not None or self.must_call) and self.allowed_token_ids is not None:
             # Both constraints together may leave no allowed token.
             raise BadRequest(
-                "allowed_token_ids", "allowed_token_ids cannot be combined with a grammar or a required call"
+                "allowed_token_ids", "allowed_token_ids: cannot be combined with a grammar or a required call."
             )
         chars = sum(map(len, self.bad_words or ()))
         if chars > MAX_BAD_WORD_CHARS:
-            raise BadRequest("bad_words", f"bad_words must have at most {MAX_BAD_WORD_CHARS} characters, got {chars}")
+            raise BadRequest("bad_words", f"bad_words: expected at most {MAX_BAD_WORD_CHARS} characters, got {chars}.")
         limit = self.max_new_tokens
         if limit is not None and (self.min_tokens or 0) > limit:
-            raise BadRequest("min_tokens", f"min_tokens must be at most {self.max_new_tokens_field} ({limit})")
+            raise BadRequest("min_tokens", f"min_tokens: expected at most {self.max_new_tokens_field} ({limit}).")
         for key in self.logit_bias or ():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise BadRequest(
-                    "logit_bias", f"logit_bias must map token ids to numbers; {key[:40]!r} is not a token id"
-                )
+                raise BadRequest("logit_bias", f"logit_bias: expected numbers by token id, got the key {key[:40]!r}.")
         if self.prompt_logprobs is not None and self.stream:
-            raise BadRequest("prompt_logprobs", "prompt_logprobs is not available in a stream")
+            raise BadRequest("prompt_logprobs", "prompt_logprobs: is not available in a stream.")
         if self.stream_options is not None and not self.stream:
-            raise BadRequest("stream_options", "stream_options is only allowed when stream is true")
+            raise BadRequest("stream_options", "stream_options: expected only with stream true.")
 
     def grammar_spec(self) -> GrammarSpec | None:
         """Return the grammar that the answer must follow, or None. Raises BadRequest."""
@@ -198,9 +196,9 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         refuse(self, "suffix", allowed=("",))
         refuse(self, "prompt_embeds", allowed=([],))
         if self.max_tokens == 0 and not self.echo:
-            raise BadRequest("max_tokens", "max_tokens must be at least 1 without echo, got 0")
+            raise BadRequest("max_tokens", "max_tokens: expected at least 1 without echo, got 0.")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise BadRequest("best_of", "best_of other than n is not served", "unsupported_parameter")
+            raise BadRequest("best_of", "best_of: expected the value of n.", "unsupported_parameter")
         self.prompts()
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -209,15 +207,17 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         if isinstance(given, str):
             given = [given]
         if not given:
-            raise BadRequest("prompt", "prompt must not be empty")
+            raise BadRequest("prompt", "prompt: expected at least one character or token.")
         if len(given) > MAX_PROMPTS and not isinstance(given[0], int):
-            raise BadRequest("prompt", f"prompt must be at most {MAX_PROMPTS} prompts, got {len(given)}")
+            raise BadRequest("prompt", f"prompt: expected at most {MAX_PROMPTS} prompts, got {len(given)}.")
         kind = type(given[0])
         if any(type(item) is not kind for item in given):
-            raise BadRequest("prompt", "prompt must be a string, a list of strings, token ids, or lists of token ids")
+            raise BadRequest(
+                "prompt", "prompt: expected a string, a list of strings, token ids, or lists of token ids."
+            )
         prompts: Any = [given] if kind is int else given
         if not all(prompts):
-            raise BadRequest("prompt", "prompt must not be empty")
+            raise BadRequest("prompt", "prompt: expected at least one character or token.")
         return prompts
 
     @property
@@ -258,7 +258,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         SamplingRequest.check(self)
         check_tools(self.tools or [], self.tool_choice)
         if self.must_call and self.grammar_spec() is not None:
-            raise BadRequest("tool_choice", "tool_choice: a required call cannot be combined with another grammar")
+            raise BadRequest("tool_choice", "tool_choice: a required call cannot be combined with another grammar.")
         refuse(self, "functions", allowed=([],))
         refuse(self, "function_call", allowed=("none", "auto"))
         refuse(self, "audio", "prediction", "web_search_options", "reasoning_effort")
@@ -267,7 +267,7 @@ class ChatCompletionRequest(SamplingRequest, kw_only=True):
         refuse(self, "chat_template")
         refuse(self, "documents", allowed=([],))
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+            raise BadRequest("top_logprobs", "top_logprobs: expected only with logprobs true.")
         check_messages(self.messages)
         check_template_fields(self)
 
@@ -308,7 +308,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
-            raise BadRequest("prompt", "expected exactly one of prompt and messages")
+            raise BadRequest("prompt", "Expected exactly one of prompt and messages.")
         refuse(self, "chat_template")
         if self.messages is not None:
             check_messages(self.messages)
@@ -351,4 +351,4 @@ class AllowanceRequest(Struct):
 
     def check(self) -> None:
         if self.tokens < 0:
-            raise BadRequest("tokens", f"tokens: expected 0 or more, got {self.tokens}")
+            raise BadRequest("tokens", f"tokens: expected 0 or more, got {self.tokens}.")

@@ -21,11 +21,11 @@ class ServiceElsewhere(Struct):
 
     def check(self) -> None:
         if len(self.tenants) > MAX_TENANTS:
-            message = f"tenants: expected at most {MAX_TENANTS} tenants, got {len(self.tenants)}"
+            message = f"tenants: expected at most {MAX_TENANTS} tenants, got {len(self.tenants)}."
             raise BadRequest("tenants", message)
         for cost in self.tenants.values():
             if not (math.isfinite(cost) and 0 <= cost <= MAX_SERVICE):
-                raise BadRequest("tenants", f"tenants: expected service from 0 to {MAX_SERVICE:g}, got {cost:g}")
+                raise BadRequest("tenants", f"tenants: expected service from 0 to {MAX_SERVICE:g}, got {cost:g}.")
 
 
 class ServiceCharged(Struct):

@@ -78,7 +78,7 @@ class GenerationRoutes:
             form = self.tool_format
             if form is None:
                 raise BadRequest(
-                    "tools", "tools: the format of this model's tool calls is unknown; set --tool-call-parser"
+                    "tools", "tools: the format of this model's tool calls is unknown; set --tool-call-parser."
                 )
             parallel = body.parallel_tool_calls is not False
             names = [tool.function.name for tool in body.tools]
@@ -127,7 +127,7 @@ class GenerationRoutes:
         most = self.in_flight.max_requests(caller.tenant_id)
         if sequences > most:
             flags = f"{'half of ' if caller.tenant_id else ''}--max-num-seqs and --max-waiting together"
-            raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
+            raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}.")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.in_flight.place(sequences, caller.tenant_id):
             async with self.models.using(body.model, caller.tenant_id, caller.weight) as adapter:
@@ -199,21 +199,21 @@ class GenerationRoutes:
             raise BadRequest(
                 field,
                 f"{field}: expected at most {MAX_LOGPROB_ENTRIES} log-probabilities in one answer, which are tokens "
-                f"times choices times the likeliest of each; got {entries}",
+                f"times choices times the likeliest of each; got {entries}.",
             )
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
         context = self.facts.max_model_len
         room = context - prompt
         if not prompt:
-            raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
+            raise BadRequest(prompt_field, f"{prompt_field}: expected at least one token.")
         asked = body.max_new_tokens
         if room < (asked or 1):
             field = prompt_field if room < 1 else body.max_new_tokens_field
             raise context_exceeded(field, context, prompt, asked or 1, prompt_field)
         limit = min(default or room, room) if asked is None else asked
         if (body.min_tokens or 0) > limit:
-            raise BadRequest("min_tokens", f"min_tokens must be at most {limit}, the token limit of this answer")
+            raise BadRequest("min_tokens", f"min_tokens: expected at most {limit}, the token limit of this answer.")
         return limit
 
 

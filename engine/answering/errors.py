@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 class ModelNotFound(ApiError):
     def __init__(self, model: str) -> None:
-        super().__init__(404, f"the model {model[:200]!r} does not exist", param="model", code="model_not_found")
+        super().__init__(404, f"The model {model[:200]!r} does not exist.", param="model", code="model_not_found")
 
 
 def as_api_error(exc: Exception, request: web.Request) -> ApiError:
@@ -76,9 +76,9 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():
-            return ApiError(413, "the body is too large", code="request_too_large")
+            return ApiError(413, "The body is too large.", code="request_too_large")
         case web.RequestPayloadError():
-            return ApiError(400, "the body cannot be read: it does not match its headers")
+            return ApiError(400, "The body cannot be read: it does not match its headers.")
         case web.HTTPNotFound():
             return ApiError(404, exc.reason, code="unknown_url")
         case web.HTTPMethodNotAllowed():
@@ -90,7 +90,7 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
             # Logged with repr, because the client chooses the header.
             logger.error("unexpected error in %s, request %r", request.path, _request_id(request), exc_info=exc)
             return ApiError(
-                500, "the engine could not answer: internal error", kind="server_error", code="internal_error"
+                500, "The engine could not answer: internal error.", kind="server_error", code="internal_error"
             )
 
 

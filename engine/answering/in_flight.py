@@ -97,12 +97,12 @@ class InFlight:
         if self._core.failure is not None:
             raise EngineUnavailable(self._core.failure)
         if not self._accepting:
-            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+            raise EngineUnavailable("The engine is shutting down.", retry_after=1)
         placed = self._placed.total()
         if placed + count > self._max_requests:
-            raise QueueFull(f"{placed} requests are in flight, which is the limit", retry_after=1)
+            raise QueueFull(f"{placed} requests are in flight, which is the limit.", retry_after=1)
         if self._placed[tenant_id] + count > self.max_requests(tenant_id):
-            message = f"{self._placed[tenant_id]} of your requests are in flight here already"
+            message = f"{self._placed[tenant_id]} of your requests are in flight here already."
             raise TenantQueueFull(message, retry_after=1)
 
     def abort(self, request_id: str) -> None:
@@ -125,7 +125,7 @@ class InFlight:
                 logger.warning("aborting %d requests still in flight after %.1f s", len(self._tickets), seconds)
         for request_id, (ticket, _) in list(self._tickets.items()):
             self.abort(request_id)
-            ticket.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
+            ticket.fail(EngineUnavailable("The engine is shutting down.", retry_after=1))
         await self._core.close()
 
     def stop_waiting(self) -> None:

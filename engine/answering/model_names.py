@@ -95,7 +95,7 @@ class ModelRegistry:
     def _part(self, term: Term) -> str:
         digest = self._names.get(term.name) or named_digest(term.name)
         if digest is None and term.name == self.base_name:
-            raise BadRequest("model", f"model: expected an adapter in each term, got the base model '{term.name}'")
+            raise BadRequest("model", f"model: expected an adapter in each term, got the base model '{term.name}'.")
         if digest is None:
             raise ModelNotFound(term.name)
         return digest
@@ -156,7 +156,7 @@ class ModelRegistry:
         Raises ApiError.
         """
         if name == self.base_name or named_digest(name) is not None:
-            raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
+            raise ApiError(400, f"lora_name: the name {name!r} is taken.", param="lora_name")
         await self._pauses.wait()
         started = time.monotonic()
         try:
@@ -172,7 +172,8 @@ class ModelRegistry:
                 if before != digest and not replace:
                     raise ApiError(
                         400,
-                        f"the name {name!r} is taken by another adapter; unload it first, or send load_inplace",
+                        f"lora_name: the name {name!r} is taken by another adapter; unload it first, or send "
+                        "load_inplace.",
                         param="lora_name",
                     )
                 if self._names.get(name) != digest:
@@ -186,7 +187,7 @@ class ModelRegistry:
             raise ApiError(400, _as_given(exc, path), param="lora_path", code="adapter_refused") from None
         except OSError as exc:
             _log_failure(name, exc)
-            raise ApiError(400, f"lora_path cannot be read: {exc.strerror}", param="lora_path") from None
+            raise ApiError(400, f"lora_path: the folder cannot be read: {exc.strerror}.", param="lora_path") from None
         _log_load(name, adapter, started)
         if before != digest:
             await self._forget(before)
@@ -201,7 +202,9 @@ class ModelRegistry:
         digest = self._names.pop(name, None)
         self._named_at.pop(name, None)
         if digest is None:
-            raise ApiError(404, f"no adapter is loaded as {name[:200]!r}", param="lora_name", code="adapter_not_found")
+            raise ApiError(
+                404, f"lora_name: no adapter is loaded as {name[:200]!r}.", param="lora_name", code="adapter_not_found"
+            )
         logger.info("adapter %s unloaded: %s", name, digest_name(digest))
         await self._forget(digest)
         return digest
@@ -284,15 +287,15 @@ def load_error(model: str, error: Exception) -> ApiError | QueueFull:
         return ModelNotFound(model)
     _log_failure(model, error)
     if isinstance(error, AdapterError):
-        return ApiError(400, f"the adapter cannot be served: {error}", param="model", code="adapter_refused")
+        return ApiError(400, f"The adapter cannot be served: {error}.", param="model", code="adapter_refused")
     if not isinstance(error, OSError):
-        return ApiError(500, "the adapter could not be loaded", kind="server_error", code="generation_failed")
+        return ApiError(500, "The adapter could not be loaded.", kind="server_error", code="generation_failed")
     if error.errno == errno.ENOMEM:
-        return QueueFull(f"the adapter cannot be loaded: {error.strerror}", retry_after=1)
+        return QueueFull(f"The adapter cannot be loaded: {error.strerror}.", retry_after=1)
     # The store failed, not the adapter: another engine may be able to read it.
     return ApiError(
         503,
-        f"the adapter's files cannot be read: {error.strerror or 'the store failed'}",
+        f"The adapter's files cannot be read: {error.strerror or 'the store failed'}.",
         kind="server_error",
         param="model",
         code="adapter_files_unreadable",

@@ -33,7 +33,7 @@ def _encode(bad_words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
         if len(ids) > MAX_BAD_WORD_TOKENS:
             raise BadRequest(
                 "bad_words",
-                f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {len(ids)}",
+                f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {len(ids)}.",
             )
         if ids:
             tokens.append(ids)

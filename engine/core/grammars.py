@@ -149,11 +149,11 @@ class Grammars:
             if left > 0:
                 await asyncio.wait([pending.compiled], timeout=left)
             elif pending.is_expensive:
-                raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
+                raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s.")
             elif tenant_id and self._threads.is_heavy(tenant_id):
-                raise TenantQueueFull("this tenant's other grammars are still being compiled", 1, spec.param)
+                raise TenantQueueFull("This tenant's other grammars are still being compiled.", 1, spec.param)
             else:
-                raise QueueFull("other grammars are still being compiled", retry_after=1)
+                raise QueueFull("Other grammars are still being compiled.", retry_after=1)
 
     def _leave(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> None:
         """Stop waiting for a grammar. The last request to leave takes it out of the queue."""
@@ -163,7 +163,7 @@ class Grammars:
 
     def _result(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
         if pending.compiled.cancelled():
-            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+            raise EngineUnavailable("The engine is shutting down.", retry_after=1)
         error = pending.compiled.exception()
         if error is None:
             return pending.compiled.result()
@@ -172,10 +172,10 @@ class Grammars:
         if isinstance(error, TooManyPending):
             raise _full(error, spec) from None
         if isinstance(error, OSError):
-            raise QueueFull(f"grammars to compile: {error.strerror}", retry_after=1) from None
+            raise QueueFull(f"Grammars to compile: {error.strerror}.", retry_after=1) from None
         # A panic in the library is not an Exception, and must not end the server.
         logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
-        raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed") from None
+        raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed.") from None
 
     def _keep(self, pending: _Pending, tenant_id: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
         self._forget(pending, tenant_id, spec)
@@ -197,7 +197,7 @@ class Grammars:
 
 
 def _full(error: TooManyPending, spec: GrammarSpec) -> QueueFull:
-    message = f"grammars to compile: {error}"
+    message = f"Grammars to compile: {error}."
     if error.is_tenants:
         # With `param`, the gateway refuses the tenant's new forms itself (gateway/api/requests/forms.py).
         return TenantQueueFull(message, error.retry_after, spec.param)

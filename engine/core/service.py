@@ -251,7 +251,7 @@ class CoreService:
             load = self.host_cache.fetch(digest, tenant_id, weight)
         except TooManyPending as exc:
             kind = TenantQueueFull if exc.is_tenants else QueueFull
-            raise kind(f"adapters to load: {exc}", retry_after=exc.retry_after) from None
+            raise kind(f"Adapters to load: {exc}.", retry_after=exc.retry_after) from None
         try:
             # Shielded, because other requests may wait for the same load.
             return await asyncio.shield(asyncio.wrap_future(load))

@@ -48,7 +48,7 @@ class Access:
         if self.is_open and request.path == LOAD_ROUTE and not is_loopback(request.remote):
             raise ApiError(
                 403,
-                "adapters can be loaded by path only from this machine, unless the engine has a token or --api-key",
+                "Adapters can be loaded by path only from this machine, unless the engine has a token or --api-key.",
                 kind="permission_error",
                 code="insufficient_permissions",
             )
@@ -57,14 +57,14 @@ class Access:
             if not self._shows_key(request):
                 raise ApiError(
                     401,
-                    "Authorization: expected Bearer and one of the engine's API keys",
+                    "Authorization: expected Bearer and one of the engine's API keys.",
                     kind="authentication_error",
                     code="invalid_api_key",
                 )
         elif self._internal_token is not None:
             raise ApiError(
                 401,
-                f"{INTERNAL_TOKEN_HEADER} is missing or wrong",
+                f"{INTERNAL_TOKEN_HEADER}: is missing or wrong.",
                 kind="authentication_error",
                 code="invalid_internal_token",
             )

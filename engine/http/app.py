@@ -229,7 +229,7 @@ class Server:
     def _route(self, handler: Callable[[EngineRoutes, web.Request], Awaitable[web.StreamResponse]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             if self._routes is None:
-                raise EngineUnavailable("the model is loading")
+                raise EngineUnavailable("The model is loading.")
             return await handler(self._routes, request)
 
         return handle
@@ -239,11 +239,11 @@ class Server:
     ) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             if self._generation is None or self._states is None:
-                raise EngineUnavailable("the model is loading")
+                raise EngineUnavailable("The model is loading.")
             try:
                 caller = read_caller(request.headers, internal=request[IS_INTERNAL])
                 if caller.base_digest not in (None, self._states.base_digest):
-                    raise EngineUnavailable("this engine serves another base model")
+                    raise EngineUnavailable("This engine serves another base model.")
                 return await handler(self._generation, request, caller)
             finally:
                 # An aborted request leaves without a step, so no step reports the change.

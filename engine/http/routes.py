@@ -86,7 +86,7 @@ class EngineRoutes:
             return self.tokenizer.encode_chat(*body.template_input(), limit=limit)
         except TextTooLong:
             field = "prompt" if body.messages is None else "messages"
-            message = f"{field}: expected at most about {limit} tokens"
+            message = f"{field}: expected at most about {limit} tokens."
             raise BadRequest(field, message, "context_length_exceeded") from None
 
     async def detokenize(self, request: web.Request) -> web.Response:
@@ -113,7 +113,7 @@ class EngineRoutes:
         """Send the state once, or with `?watch=true` line by line until the client leaves."""
         watch = request.query.get("watch", "false")
         if watch not in ("true", "false"):
-            raise BadRequest("watch", f"watch: expected true or false, got {watch[:40]!r}")
+            raise BadRequest("watch", f"watch: expected true or false, got {watch[:40]!r}.")
         if watch == "false":
             return json_response(await self.states.read())
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -128,13 +128,13 @@ class EngineRoutes:
         """Send the known requests among `?ids=`, once all have ended or `?wait=` seconds have passed."""
         ids = [id_ for id_ in request.query.get("ids", "").split(",") if id_]
         if not 0 < len(ids) <= MAX_IDS:
-            raise BadRequest("ids", f"ids: expected 1 to {MAX_IDS} request ids, comma separated, got {len(ids)}")
+            raise BadRequest("ids", f"ids: expected 1 to {MAX_IDS} request ids, comma separated, got {len(ids)}.")
         try:
             wait = float(request.query.get("wait", "0"))
         except ValueError:
             wait = -1.0
         if not 0 <= wait <= MAX_WAIT_S:
-            raise BadRequest("wait", f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}")
+            raise BadRequest("wait", f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}.")
         if wait:
             await self.finished.wait(ids, wait)
         return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))

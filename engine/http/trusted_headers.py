@@ -20,7 +20,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         return Caller()
     tenant_id = headers.get(TENANT_HEADER, "")
     if not (tenant_id.isascii() and tenant_id.isprintable() and len(tenant_id) <= 256):
-        raise ApiError(400, f"{TENANT_HEADER}: expected at most 256 ASCII characters", param=TENANT_HEADER)
+        raise ApiError(400, f"{TENANT_HEADER}: expected at most 256 ASCII characters.", param=TENANT_HEADER)
     return Caller(
         internal=True,
         tenant_id=tenant_id,
@@ -36,7 +36,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
 def _weight(headers: Mapping[str, str]) -> float:
     weight = _number(headers, WEIGHT_HEADER, float, 1.0)
     if weight <= 0:
-        message = f"{WEIGHT_HEADER}: expected a number above 0, got {weight:g}"
+        message = f"{WEIGHT_HEADER}: expected a number above 0, got {weight:g}."
         raise ApiError(400, message, param=WEIGHT_HEADER)
     return weight
 
@@ -46,14 +46,14 @@ def _ttft_target(headers: Mapping[str, str]) -> float | None:
         return None
     seconds = _number(headers, TTFT_HEADER, float, 0.0)
     if seconds <= 0:
-        raise ApiError(400, f"{TTFT_HEADER}: expected seconds above 0, got {seconds:g}", param=TTFT_HEADER)
+        raise ApiError(400, f"{TTFT_HEADER}: expected seconds above 0, got {seconds:g}.", param=TTFT_HEADER)
     return seconds
 
 
 def _request_id(headers: Mapping[str, str]) -> str | None:
     given = headers.get("x-request-id")
     if given is not None and not (given.isascii() and given.isprintable() and 0 < len(given) <= MAX_ID_BYTES):
-        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters", param="x-request-id")
+        raise ApiError(400, f"x-request-id: expected at most {MAX_ID_BYTES} ASCII characters.", param="x-request-id")
     return given
 
 
@@ -62,7 +62,7 @@ def _allowance(headers: Mapping[str, str]) -> int | None:
         return None
     tokens = int(_number(headers, ALLOWANCE_HEADER, int, 0))
     if tokens < 0:
-        raise ApiError(400, f"{ALLOWANCE_HEADER}: expected 0 or more, got {tokens}", param=ALLOWANCE_HEADER)
+        raise ApiError(400, f"{ALLOWANCE_HEADER}: expected 0 or more, got {tokens}.", param=ALLOWANCE_HEADER)
     return tokens
 
 
@@ -75,5 +75,5 @@ def _number(headers: Mapping[str, str], name: str, kind: Callable[[str], float],
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}", param=name)
+        raise ApiError(400, f"{name}: expected a number, got {text[:40]!r}.", param=name)
     return value

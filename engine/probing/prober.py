@@ -73,12 +73,12 @@ class Prober:
                 async with asyncio.timeout(PROBE_S):
                     return await self._probe(digest, tenant_id)
             except TimeoutError:
-                raise QueueFull(f"the probe took longer than {PROBE_S:g} s", retry_after=5) from None
+                raise QueueFull(f"The probe took longer than {PROBE_S:g} s.", retry_after=5) from None
 
     @asynccontextmanager
     async def _turn_of(self, tenant_id: str) -> AsyncIterator[None]:
         if self._waiting[tenant_id] >= MAX_OF_TENANT:
-            raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already", retry_after=1)
+            raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already.", retry_after=1)
         self._waiting[tenant_id] += 1
         try:
             async with self._locks.setdefault(tenant_id, asyncio.Lock()), self._turn:
@@ -108,7 +108,7 @@ class Prober:
                 for number, prompt in enumerate(prompts if not reasons else ()):
                     plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant_id)
                     if not np.isfinite(plain).all():
-                        raise EngineUnavailable("the base model's scores are not finite")
+                        raise EngineUnavailable("The base model's scores are not finite.")
                     found.append(await asyncio.to_thread(compare, plain, changed))
                     if found[-1].largest is None:
                         reasons.append(_not_finite(number, len(prompts)))
@@ -143,7 +143,7 @@ class Prober:
         rows = [found[index].logits for index in range(len(sequences))]
         for index, row in enumerate(rows):
             if row is None:
-                raise QueueFull(found[index].error or "the engine dropped the probe", retry_after=1)
+                raise QueueFull(found[index].error or "The engine dropped the probe.", retry_after=1)
         return [np.frombuffer(row, np.float32) for row in rows if row is not None]
 
     def _result(self, inspected: Inspection, reasons: list[ProbeReason], found: list[Difference]) -> AdapterProbe:

@@ -155,16 +155,16 @@ class NewRequest:
         """Raise BadRequest, naming the parameter, if the request could never run."""
         prompt, params = self.prompt_token_ids, self.params
         if not prompt:
-            raise BadRequest("prompt", "expected at least one token, got an empty prompt")
+            raise BadRequest("prompt", "prompt: expected at least one token.")
         if params.max_tokens < 1:
-            raise BadRequest("max_tokens", f"expected at least 1, got {params.max_tokens}")
+            raise BadRequest("max_tokens", f"max_tokens: expected at least 1, got {params.max_tokens}.")
         if len(prompt) + params.max_tokens > max_model_len:
             field = "prompt" if len(prompt) >= max_model_len else "max_tokens"
             raise context_exceeded(field, max_model_len, len(prompt), params.max_tokens, "prompt")
         if self.weight <= 0:
-            raise BadRequest("weight", f"expected a number above 0, got {self.weight}")
+            raise BadRequest("weight", f"weight: expected a number above 0, got {self.weight}.")
         if self.ttft_target is not None and self.ttft_target <= 0:
-            raise BadRequest("ttft_target", f"expected a number of seconds above 0, got {self.ttft_target}")
+            raise BadRequest("ttft_target", f"ttft_target: expected seconds above 0, got {self.ttft_target}.")
         for field_name, ids in (
             ("prompt", (min(prompt), max(prompt))),
             ("stop_token_ids", params.stop_token_ids),
@@ -173,7 +173,7 @@ class NewRequest:
             ("bad_words", () if params.bad_words is None else (params.bad_words.largest,)),
         ):
             if any(not 0 <= i < vocab_size for i in ids):
-                raise BadRequest.of(field_name, f"expected token ids from 0 to {vocab_size - 1}")
+                raise BadRequest.of(field_name, f"expected token ids from 0 to {vocab_size - 1}.")
 
 
 class Request:

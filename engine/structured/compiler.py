@@ -181,7 +181,9 @@ class GrammarCompiler:
         except BadRequest:
             raise
         except (ValueError, RecursionError) as exc:
-            raise BadRequest.of(spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc))}") from None
+            raise BadRequest.of(
+                spec.param, f"the {_name(spec)} cannot be read: {_first_line(str(exc)).rstrip('.')}."
+            ) from None
         limits = llguidance.LLParserLimits(**LIMITS)
         start = llguidance.LLMatcher(vocabulary, text, log_level=0, limits=limits)
         if not start.is_error():
@@ -189,26 +191,29 @@ class GrammarCompiler:
             start.compute_bitmask()
         error = _first_line(start.get_error())
         if error in ("NoExtension", "NoExtensionBias") or (start.is_stopped() and not error):
-            raise BadRequest.of(spec.param, f"no text matches the {_name(spec)}")
+            raise BadRequest.of(spec.param, f"no text matches the {_name(spec)}.")
         if error and spec.param == "tools":
-            raise BadRequest.of(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}")
+            raise BadRequest.of(spec.param, f"a function's parameters cannot be enforced: {_PLACE.sub('', error)}.")
         if error:
             error = error if spec.kind == "grammar" else _PLACE.sub("", error)
-            raise BadRequest.of(spec.param, f"the {_name(spec)} cannot be compiled: {error}")
+            raise BadRequest.of(spec.param, f"the {_name(spec)} cannot be compiled: {error.rstrip('.')}.")
         return Grammar(start, self._end_ids, spec.param)
 
     def _read_vocabulary(self, param: str) -> llguidance.LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
                 if not self._end_ids:
-                    raise BadRequest.of(param, "this model has no end token, so no grammar can be enforced on its text")
+                    raise BadRequest.of(
+                        param, "this model has no end token, so no grammar can be enforced on its text."
+                    )
                 try:
                     self._vocabulary = llguidance.LLTokenizer(
                         self._tokenizer_json(), n_vocab=self._vocab_size, eos_token=sorted(self._end_ids)
                     )
                 except ValueError as exc:
                     raise BadRequest.of(
-                        param, f"no grammar can be enforced with this model's tokenizer: {_first_line(str(exc))}"
+                        param,
+                        f"no grammar can be enforced with this model's tokenizer: {_first_line(str(exc)).rstrip('.')}.",
                     ) from None
             return self._vocabulary
 

@@ -76,7 +76,7 @@ def check_regex(text: str, param: str) -> None:
         raise BadRequest.of(
             param,
             f"the regular expression has {size} characters, counting each repetition as {REPETITION}; "
-            f"the limit is {MAX_REGEX_BYTES}",
+            f"the limit is {MAX_REGEX_BYTES}.",
         )
 
 
@@ -139,7 +139,7 @@ def check_schemas(schemas: Iterable[Any], param: str) -> None:
         raise BadRequest.of(
             param,
             f"pattern: all patterns together have {size} characters, counting each repetition as {REPETITION}; "
-            f"the limit is {MAX_REGEX_BYTES}",
+            f"the limit is {MAX_REGEX_BYTES}.",
         )
     _at_most(MAX_MULTIPLES, sum(costs.multiples), "multipleOf: the sum of all", param)
     _at_most(MAX_RANGES, len(costs.ranges), "minimum, maximum: different ranges", param)
@@ -261,7 +261,7 @@ class _Combinations:
 
 def _at_most(most: int, found: int, name: str, param: str) -> None:
     if found > most:
-        raise BadRequest.of(param, f"{name}: expected at most {most}, got {found}")
+        raise BadRequest.of(param, f"{name}: expected at most {most}, got {found}.")
 
 
 @dataclass(slots=True)
@@ -303,7 +303,7 @@ def check_lark(text: str, param: str) -> None:
         raise BadRequest.of(
             param,
             f"its regular expressions and terminals, each with those that it uses, have {min(total, 10**9)} characters "
-            f"together, counting each repetition as {REPETITION}; the limit is {MAX_REGEX_BYTES}",
+            f"together, counting each repetition as {REPETITION}; the limit is {MAX_REGEX_BYTES}.",
         )
 
 

@@ -153,7 +153,7 @@ class AdapterProber:
 def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:
     """Return the probe in an engine's answer. Raises AdapterRefused, NotProbed."""
     if status == 400 and (detail := read_detail(answer)).code == ADAPTER_REFUSED:
-        raise AdapterRefused([Reason(message=detail.message, code=detail.code)], is_final=False)
+        raise AdapterRefused([Reason(message=detail.message.rstrip("."), code=detail.code)], is_final=False)
     try:
         if status != 200:
             log.info("engine %s answered a probe with status %d", engine.url, status)

@@ -82,7 +82,7 @@ class Tokenizers:
         if (texts := sum(isinstance(prompt, str) for prompt in prompts)) > MAX_COUNTED:
             raise BadRequest(
                 f"prompt: expected at most {MAX_COUNTED} texts in a request to '{base.name}', got {texts}; send token "
-                "ids, or several requests",
+                "ids, or several requests.",
                 param="prompt",
             )
         special = {"add_special_tokens": request.add_special_tokens is not False}

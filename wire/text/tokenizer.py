@@ -181,7 +181,9 @@ class Tokenizer:
         template = self._tool_template if tools else self._template
         if template is None:
             what = (
-                "tools: the model's chat template does not support tools" if tools else "the model has no chat template"
+                "tools: the model's chat template does not support tools."
+                if tools
+                else "The model has no chat template."
             )
             raise ChatTemplateError(what, "tools" if tools else "messages")
         room = None if limit is None else limit * self._longest_token
@@ -199,9 +201,9 @@ class Tokenizer:
         except _NoRoom:
             raise TextTooLong(limit or 0) from None
         except RecursionError:
-            raise ChatTemplateError("the model's chat template refuses the messages: nested too deeply") from None
+            raise ChatTemplateError("The model's chat template refuses the messages: nested too deeply.") from None
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
-            raise ChatTemplateError(f"the model's chat template refuses the messages: {exc}") from exc
+            raise ChatTemplateError(f"The model's chat template refuses the messages: {str(exc).rstrip('.')}.") from exc
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -256,7 +258,7 @@ def _cut_at_mark(text: str) -> str:
     """Cut the text before the mark as transformers does. If the template trims messages, no space remains."""
     at = text.rfind(_CONTINUED.strip())
     if at < 0:
-        raise ChatTemplateError("the model's chat template leaves out the last message", "continue_final_message")
+        raise ChatTemplateError("The model's chat template leaves out the last message.", "continue_final_message")
     before = text[:at]
     return before if text.startswith(_CONTINUED, at) else before.rstrip()
 

@@ -58,7 +58,7 @@ class ToolFormat(ABC):
             rules.append(f"arguments_{i}: %json {_schema(tool)}")
         text = "\n".join(rules) + "\n"
         if len(text) > MAX_SPEC_BYTES:
-            raise BadRequest("tools", f"tools: expected schemas of at most {MAX_SPEC_BYTES} bytes together")
+            raise BadRequest("tools", f"tools: expected schemas of at most {MAX_SPEC_BYTES} bytes together.")
         return GrammarSpec("grammar", text, param="tools")
 
 
@@ -68,7 +68,7 @@ def _schema(tool: Tool) -> str:
     try:
         return json.dumps({**(tool.function.parameters or {}), "type": "object", **options})
     except RecursionError:
-        raise BadRequest("tools", "tools: the parameters are nested too deeply") from None
+        raise BadRequest("tools", "tools: the parameters are nested too deeply.") from None
 
 
 def _quoted(text: str) -> str:

@@ -43,7 +43,7 @@ class NewGolden(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         for i, each in enumerate(self.prompts):
             if (each.messages is None) == (each.prompt is None):
-                raise ProtocolError.of(f"prompts[{i}]", "expected either messages or prompt")
+                raise ProtocolError.of(f"prompts[{i}]", "expected either messages or prompt.")
 
 
 class ShownSoftware(Struct, frozen=True, kw_only=True):

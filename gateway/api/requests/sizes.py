@@ -41,13 +41,13 @@ def check_raw_sizes(raw: bytes, kind: Kind) -> int:
         raise _user_too_long()
     for name, most in LARGE.items():
         if sizes.get(name, 0) > most:
-            raise BadRequest(f"{name} must have at most {most} bytes as JSON, got {sizes[name]}", param=name)
+            raise BadRequest(f"{name}: expected at most {most} bytes as JSON, got {sizes[name]}.", param=name)
     others = {name: size for name, size in sizes.items() if name not in LARGE}
     if sum(others.values()) > MAX_OTHER_BYTES:
         largest = max(others, key=lambda name: others[name])
         raise BadRequest(
-            f"{largest[:64]}: the fields besides the prompt must have at most {MAX_OTHER_BYTES} bytes together, got "
-            f"{sum(others.values())}",
+            f"{largest[:64]}: the fields besides the prompt may have at most {MAX_OTHER_BYTES} bytes together, got "
+            f"{sum(others.values())}.",
             param=largest[:64],
         )
     return prompt_bytes
@@ -66,8 +66,8 @@ def check_sizes(request: AnyRequest, prompt_bytes: int) -> None:
     beyond = prompt_bytes - texts - MESSAGE_BYTES * len(request.messages)
     if beyond > MAX_OTHER_BYTES:
         raise BadRequest(
-            f"messages: the members besides content and arguments must have at most {MAX_OTHER_BYTES} bytes together, "
-            f"got {beyond}",
+            f"messages: the members besides content and arguments may have at most {MAX_OTHER_BYTES} bytes together, "
+            f"got {beyond}.",
             param="messages",
         )
 
@@ -83,4 +83,4 @@ def _text_bytes(message: Message) -> int:
 
 
 def _user_too_long() -> BadRequest:
-    return BadRequest(f"user must have at most {MAX_USER_CHARS} characters", param="user")
+    return BadRequest(f"user: expected at most {MAX_USER_CHARS} characters.", param="user")

@@ -109,10 +109,10 @@ def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own: Sequence[typ
     known = {*kind.__struct_fields__, *_names(own), *DROPPED}
     for name, value in fields.items():
         if value is not None and name not in known:
-            raise BadRequest(name[:64], f"{name[:64]} is not served by this gateway", "unsupported_parameter")
+            raise BadRequest(name[:64], f"{name[:64]}: is not served by this gateway.", "unsupported_parameter")
     variables = fields.get("chat_template_kwargs")
     if isinstance(variables, dict) and (taken := RENDERERS_OWN & variables.keys()):
-        message = f"chat_template_kwargs: {min(taken)} is not allowed here"
+        message = f"chat_template_kwargs: {min(taken)} is not allowed here."
         raise BadRequest("chat_template_kwargs", message, "unsupported_parameter")
 
 

@@ -47,7 +47,7 @@ class ForeignKind(EngineKind):
 
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         if call.model.mixture is not None:
-            raise BadRequest("model", f"model: {self.traits.title} does not serve mixtures of adapters")
+            raise BadRequest("model", f"model: {self.traits.title} does not serve mixtures of adapters.")
         build = partial(self.request_body, engine, call)
         is_long = call.prompt_tokens > INLINE_TOKENS
         body = await asyncio.wrap_future(_THREADS.submit(call.tenant.id, build, bounded=False)) if is_long else build()

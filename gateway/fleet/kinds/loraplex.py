@@ -129,7 +129,7 @@ class Loraplex(EngineKind):
             return FilesMissing(f"The files of {what} '{model.name}' are missing from the adapter store.")
         if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
             return EngineShareUsed(
-                f"Your share of the engine is used up: {detail.message}.",
+                f"Your share of the engine is used up: {detail.message.rstrip('.')}.",
                 param=detail.param,
                 retry_after=retry_after(answer),
             )

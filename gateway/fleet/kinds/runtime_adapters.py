@@ -116,7 +116,7 @@ class RuntimeAdapters:
                 raise UpstreamFailed("The adapter in the adapter store is damaged.") from error
             if checkpoint.manifest.invocation:
                 # These servers ignore the field, and would apply the adapter to all tokens.
-                raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens)")
+                raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens).")
             if not load.waiting:
                 # All clients have left, so nobody would be known as the cause of a death. A request that comes in this
                 # moment finds that the server lacks the adapter, and loads it again.

@@ -203,17 +203,19 @@ def request_body(
 def _check_values(sent: dict[str, Any], reported: dict[str, Any]) -> None:
     """Raise BadRequest for a value that SGLang refuses or ignores."""
     if sent.get("repetition_penalty", 1.0) > MAX_REPETITION_PENALTY:
-        message = f"repetition_penalty must be at most {MAX_REPETITION_PENALTY:g} on this engine"
+        message = f"repetition_penalty: expected at most {MAX_REPETITION_PENALTY:g} on this engine."
         raise BadRequest("repetition_penalty", message, "unsupported_parameter")
     if sent.get("max_tokens") == 0:
-        raise BadRequest("max_tokens", "max_tokens must be at least 1 on this engine, got 0", "unsupported_parameter")
+        raise BadRequest(
+            "max_tokens", "max_tokens: expected at least 1 on this engine, got 0.", "unsupported_parameter"
+        )
     if sent.get("echo") and "logprobs" in sent:
-        raise BadRequest("echo", "echo with logprobs is not served by this engine", "unsupported_parameter")
+        raise BadRequest("echo", "echo: is not served with logprobs by this engine.", "unsupported_parameter")
     variables = sent.get("chat_template_kwargs", {})
     for name, kind in NOT_VARIABLES.items():
         if name in variables and not isinstance(variables[name], kind):
             raise BadRequest(
-                "chat_template_kwargs", f"chat_template_kwargs: {name} is not allowed here", "unsupported_parameter"
+                "chat_template_kwargs", f"chat_template_kwargs: {name} is not allowed here.", "unsupported_parameter"
             )
     if "seed" in sent and not reported.get("keeps_seeds"):
         raise _not_served("seed")
@@ -234,7 +236,7 @@ def _constraint(spec: GrammarSpec) -> dict[str, Any]:
 
 
 def _not_served(field: str) -> BadRequest:
-    return BadRequest(field, f"{field} is not served by this engine", "unsupported_parameter")
+    return BadRequest(field, f"{field}: is not served by this engine.", "unsupported_parameter")
 
 
 def check_server(info: ServerInfo, adapters: int, *, any_version: bool = False) -> None:

@@ -86,7 +86,7 @@ class BaseRecords:
             before = next((each for each in known if each.name == own.name), known[0] if len(known) == 1 else None)
             if before is None and known:
                 names = ", ".join(each.name for each in known)
-                raise Conflict(f"expected the name of a base on record ({names}); `loraplex base add` adds another")
+                raise Conflict(f"Expected the name of a base on record ({names}); `loraplex base add` adds another.")
             now = datetime.now(UTC)
             values = {name: getattr(own, name) for name in _STORED} | {"shape": _json(own.shape)}
             if before is None:

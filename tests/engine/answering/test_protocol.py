@@ -156,7 +156,7 @@ def test_bad_messages_are_named_by_their_place(message, param):
     ],
 )  # fmt: skip
 def test_a_body_that_is_not_json_says_so(body):
-    with pytest.raises(BadRequest, match="the body is not valid JSON") as caught:
+    with pytest.raises(BadRequest, match="The body is not valid JSON") as caught:
         decode(CompletionRequest, body)
     assert caught.value.param is None
 
@@ -168,13 +168,13 @@ def test_a_body_that_is_no_object_says_so(body):
 
 
 def test_messages_are_in_words():
-    with pytest.raises(BadRequest, match=r"^max_tokens: expected an integer, got a string$"):
+    with pytest.raises(BadRequest, match=r"^max_tokens: expected an integer, got a string\.$"):
         completion(max_tokens="5")
-    with pytest.raises(BadRequest, match=r"^top_p must be above 0 and at most 1, got 0$"):
+    with pytest.raises(BadRequest, match=r"^top_p: expected a number above 0 and at most 1, got 0\.$"):
         completion(top_p=0)
-    with pytest.raises(BadRequest, match=r"^model is required$"):
+    with pytest.raises(BadRequest, match=r"^model: is required\.$"):
         decode(CompletionRequest, b'{"prompt": "x"}')
-    with pytest.raises(BadRequest, match="min_tokens must be at most max_completion_tokens"):
+    with pytest.raises(BadRequest, match="min_tokens: expected at most max_completion_tokens"):
         chat(min_tokens=6, max_completion_tokens=5)
 
 

@@ -64,7 +64,7 @@ def test_what_is_beyond_a_limit_is_refused_and_the_limit_itself_is_not(name, fie
     with pytest.raises(BadRequest) as refused:
         decode(kind, json.dumps(body | {field: beyond}).encode())
     assert refused.value.param == field
-    assert f"{field} must be" in refused.value.message
+    assert f"{field}: expected " in refused.value.message
     echo = {"echo": True} if kind is CompletionRequest else {}
     needs = {
         "max_tokens": echo,

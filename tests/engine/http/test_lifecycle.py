@@ -103,7 +103,7 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
         assert (status, answer["error"]["type"]) == (503, "server_error")
         events = (await stream.text()).split("\n\n")
         # The cause may hold paths or another tenant's input: it is in the log only.
-        assert json.loads(events[-3][6:])["error"]["message"] == "the engine failed; send the request again"
+        assert json.loads(events[-3][6:])["error"]["message"] == "The engine failed; send the request again."
         assert "the device is gone" in caplog.text
         assert events[-2] == "data: [DONE]"
         status, health = await client.get("/health")
@@ -245,7 +245,7 @@ async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
     await asyncio.to_thread(server.close)
     response = await long
     answer = await response.json()
-    assert (response.status, answer["error"]["message"]) == (503, "the engine is shutting down")
+    assert (response.status, answer["error"]["message"]) == (503, "The engine is shutting down.")
     assert response.headers["Retry-After"] == "1"
     assert answer["error"]["code"] == "engine_unavailable"
     with pytest.raises(aiohttp.ClientConnectionError):

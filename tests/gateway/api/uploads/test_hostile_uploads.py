@@ -327,7 +327,7 @@ async def test_a_size_that_no_engine_serves_is_refused(gateway: Gateway, upstrea
     await until(lambda: is_answered(400))
     error = answers[-1].error
     assert (error["code"], error["param"]) == ("invalid_adapter", "adapter")
-    assert error["message"].endswith(f"takes {size} bytes of host memory; the engines here have {size - 1}")
+    assert error["message"].endswith(f"takes {size} bytes of host memory; the engines here have {size - 1}.")
     upstream.reported = {"max_adapter_bytes": size}
     await until(lambda: is_answered(201))
 
