@@ -71,8 +71,8 @@ def questions(database: Database) -> dict[str, Callable[[], Awaitable[Any]]]:
         "an engine, a code": LogFilter(engine="http://engine-3:8000", code="engine_error"),
         "before two weeks": LogFilter(until=NOW - timedelta(days=14)),
     }
-    for name, which in filters.items():
-        found[f"request log, {name}"] = lambda w=which: log.page(w)
+    for name, criteria in filters.items():
+        found[f"request log, {name}"] = lambda w=criteria: log.page(w)
     found["request log, one id"] = lambda: log.find(f"req_{NOW:%m%d%H}{1:026}")
     return found
 

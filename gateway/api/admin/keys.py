@@ -60,12 +60,12 @@ class KeyRoutes:
         """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""
         if not request.query:
             return json_response(KeyList(data=[describe_key(key) for key in await self._manager.list(None)]))
-        which, (sort, descending) = read_key_filter(request), read_sort(request, SORTS, "created_at")
-        if which.tenant is None and not read_flag(request, "all"):
-            which = msgspec.structs.replace(which, tenant="")
+        criteria, (sort, descending) = read_key_filter(request), read_sort(request, SORTS, "created_at")
+        if criteria.tenant is None and not read_flag(request, "all"):
+            criteria = msgspec.structs.replace(criteria, tenant="")
         limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
         keys, total = await self._lists.page(
-            which, sort=sort, descending=descending, limit=limit, offset=(number - 1) * limit
+            criteria, sort=sort, descending=descending, limit=limit, offset=(number - 1) * limit
         )
         data = await in_pieces(keys, describe_key)
         return json_response(KeyList(data=data, total=total, has_more=number * limit < total))

@@ -39,9 +39,9 @@ class AdminRefusals:
         since, until = parse_period(request.query)
         until = until or datetime.now(UTC)
         since = since or until - timedelta(days=1)
-        which = read_refusal_filter(request)
-        sums = await self._report.sums(which, since=since, until=until, group_by=read_group(request))
-        reserved = await self._report.reserved(since=since, until=until, tenant=which.tenant)
+        criteria = read_refusal_filter(request)
+        sums = await self._report.sums(criteria, since=since, until=until, group_by=read_group(request))
+        reserved = await self._report.reserved(since=since, until=until, tenant=criteria.tenant)
         return json_response(RefusalsAnswer(**structs.asdict(sums), reserved=reserved))
 
 

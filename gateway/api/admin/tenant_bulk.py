@@ -32,7 +32,7 @@ class BulkFilter(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     q: Text | None = None
     idle_days: Annotated[int, Meta(ge=1, le=9999)] | None = None
 
-    def which(self) -> TenantFilter:
+    def criteria(self) -> TenantFilter:
         return TenantFilter(**{name: getattr(self, name) for name in TenantFilter.__struct_fields__})
 
 
@@ -81,15 +81,15 @@ class AdminTenantBulk:
     async def change(self, request: web.Request) -> web.Response:
         """Change the tenants that match; with `?dry_run=true` only list them with their old and new values."""
         given = await read_body(request, NewBulk)
-        which, change = given.filter.which(), given.change()
+        criteria, change = given.filter.criteria(), given.change()
         if change == BulkChange():
             raise BadRequest("The body has no change: expected plan, suspended, inherit, add_tags or remove_tags.")
         if read_flag(request, "dry_run"):
-            planned = await self._bulk.plan(which, change)
+            planned = await self._bulk.plan(criteria, change)
             listed = await in_pieces(planned[:MAX_LISTED], encoded)
             return json_response(BulkPreview(count=len(planned), data=listed))
         if given.expect is None:
             raise BadRequest("expect: is required, the `count` of the same request with ?dry_run=true.", param="expect")
-        changed = await self._bulk.apply(which, change, given.expect, request[ACTOR])
+        changed = await self._bulk.apply(criteria, change, given.expect, request[ACTOR])
         await self._auth.catch_up()
         return json_response(BulkResult(count=len(changed), tenants=changed))

@@ -72,9 +72,9 @@ class RequestLogRoutes:
         """List the tenant's requests to the models that the key may use."""
         principal = request[PRINCIPAL]
         own = {"tenant_id": principal.tenant.id, "models": principal.allowed_models}
-        which = msgspec.structs.replace(read_log_filter(request), **own)
+        criteria = msgspec.structs.replace(read_log_filter(request), **own)
         async with self._reads.turn(principal.tenant.id):
-            page = await self._page(request, which)
+            page = await self._page(request, criteria)
         data = [priced(OwnLoggedRequest, entry) for entry in page.entries]
         return json_response(OwnRequestPage(currency=self._currency, data=data, next=page.next))
 
@@ -86,9 +86,9 @@ class RequestLogRoutes:
             entry = None
         return self._one(entry, OwnRequestStory)
 
-    async def _page(self, request: web.Request, which: LogFilter) -> LogPage:
+    async def _page(self, request: web.Request, criteria: LogFilter) -> LogPage:
         limit = read_limit(request, DEFAULT_ENTRIES, MAX_PAGE)
-        return await self._log.page(which, after=parse_text(request.query, "after"), limit=limit)
+        return await self._log.page(criteria, after=parse_text(request.query, "after"), limit=limit)
 
     def _one(self, entry: LogEntry | None, kind: Any) -> web.Response:
         if entry is None:

@@ -58,7 +58,7 @@ class Usage:
 async def usage_answer(request: web.Request, report: UsageReport, currency: str, **which: Any) -> web.Response:
     """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
 
-    currency: currency of the costs. which: the filters of `UsageReport.page`.
+    currency: currency of the costs. criteria: the filters of `UsageReport.page`.
     """
     since, until = parse_period(request.query)
     page = await report.page(

@@ -144,9 +144,9 @@ class UsageExport:
                 await parts.aclose()
 
     async def _sums(
-        self, group_by: Sequence[str], which: UsageFilter, since: datetime | None, until: datetime | None
+        self, group_by: Sequence[str], criteria: UsageFilter, since: datetime | None, until: datetime | None
     ) -> Parts:
-        async with aclosing(self._report.stream(group_by, which, since, until, AT_ONCE)) as parts:
+        async with aclosing(self._report.stream(group_by, criteria, since, until, AT_ONCE)) as parts:
             async for part in parts:
                 yield [msgspec.structs.asdict(sums) for sums in part]
 

@@ -72,13 +72,13 @@ class AdapterListPage:
     async def show(self, request: web.Request) -> web.Response:
         """Return a page of the list, or all of it as CSV. An error of a filter is shown at its field."""
         errors: dict[str, str] = {}
-        which, found = ListFilter(), AdapterPage(adapters=[], total=0)
+        criteria, found = ListFilter(), AdapterPage(adapters=[], total=0)
         table = read_table(request, "adapters", COLUMNS, "name")
         try:
-            which = read_filter(request)
+            criteria = read_filter(request)
             if request.query.get("format") == "csv":
-                return await self._csv(table, which)
-            found = await self._page(table, which, table.page, ROWS)
+                return await self._csv(table, criteria)
+            found = await self._page(table, criteria, table.page, ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         table.rows, table.total = [self._row(each) for each in found.adapters], found.total
@@ -89,24 +89,24 @@ class AdapterListPage:
             status=400 if errors else 200,
             table=table,
             errors=errors,
-            bases=await self._bases(which.base),
+            bases=await self._bases(criteria.base),
             states=STATE_OPTIONS,
-            idle=idle_options(which.idle_days),
-            idle_days=str(which.idle_days or ""),
+            idle=idle_options(criteria.idle_days),
+            idle_days=str(criteria.idle_days or ""),
             is_filtered=any(request.query.get(name) for name in LIST_QUERY[:7]),
             num_up=len(self._registry.up),
             tones=TONES,
             links=Links(request),
         )
 
-    async def _page(self, table: Table, which: ListFilter, page: int, limit: int) -> AdapterPage:
+    async def _page(self, table: Table, criteria: ListFilter, page: int, limit: int) -> AdapterPage:
         sort = cast(Sort, table.sort)
-        return await self._adapters.page(which, sort=sort, descending=table.descending, page=page, limit=limit)
+        return await self._adapters.page(criteria, sort=sort, descending=table.descending, page=page, limit=limit)
 
-    async def _csv(self, table: Table, which: ListFilter) -> web.Response:
+    async def _csv(self, table: Table, criteria: ListFilter) -> web.Response:
         rows: list[Row] = []
         for page in range(1, MAX_CSV // MAX_PAGE + 1):
-            found = await self._page(table, which, page, MAX_PAGE)
+            found = await self._page(table, criteria, page, MAX_PAGE)
             rows += [self._row(each) for each in found.adapters]
             if len(found.adapters) < MAX_PAGE:
                 break

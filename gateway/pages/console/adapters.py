@@ -64,14 +64,14 @@ class ConsoleAdapters(ConsolePages):
         principal, errors = request[PRINCIPAL], dict[str, str]()
         table = read_table(request, "adapters", COLUMNS, "name")
         is_csv = request.query.get("format") == "csv"
-        which, found, rows = ListFilter(), AdapterPage(adapters=[], total=0), list[ModelRow]()
+        criteria, found, rows = ListFilter(), AdapterPage(adapters=[], total=0), list[ModelRow]()
         try:
             own = {"tenant": None, "tenant_id": principal.tenant.id, "names": principal.allowed_models}
-            which = msgspec.structs.replace(read_filter(request), **own)
+            criteria = msgspec.structs.replace(read_filter(request), **own)
             page, limit = (1, MAX_PAGE) if is_csv else (table.page, ROWS)
             async with self.console.reads.turn(principal.tenant.id):
                 found = await self.console.records.adapter_list.page(
-                    which, sort=cast(Sort, table.sort), descending=table.descending, page=page, limit=limit
+                    criteria, sort=cast(Sort, table.sort), descending=table.descending, page=page, limit=limit
                 )
                 rows = await self._priced(principal.tenant, found)
         except BadRequest as error:
@@ -87,8 +87,8 @@ class ConsoleAdapters(ConsolePages):
             table=table,
             errors=errors,
             states=STATE_OPTIONS,
-            idle=idle_options(which.idle_days),
-            idle_days=str(which.idle_days or ""),
+            idle=idle_options(criteria.idle_days),
+            idle_days=str(criteria.idle_days or ""),
             tones=TONES,
             is_filtered=any(request.query.get(name) for name in QUERY[:5]),
             bases=[

@@ -46,13 +46,13 @@ class ConsoleKeys(ConsolePages):
     @needs("keys")
     async def list(self, request: web.Request) -> web.StreamResponse:
         tenant = request[PRINCIPAL].tenant
-        which = msgspec.structs.replace(read_key_filter(request), tenant=tenant.name)
+        criteria = msgspec.structs.replace(read_key_filter(request), tenant=tenant.name)
         table = read_table(request, "keys", [each for each in KEY_COLUMNS if each.key != "tenant"], "-created_at")
 
         async def read(limit: int, offset: int) -> tuple[Sequence[ApiKey], int]:
             async with self.console.reads.turn(tenant.id):
                 return await self.console.records.key_lists.page(
-                    which, sort=cast(Sort, table.sort), descending=table.descending, limit=limit, offset=offset
+                    criteria, sort=cast(Sort, table.sort), descending=table.descending, limit=limit, offset=offset
                 )
 
         if request.query.get("format") == "csv":

@@ -49,8 +49,8 @@ class ConsoleRequests(RequestPages):
         own = {"tenant": None, "tenant_id": principal.tenant.id, "models": principal.allowed_models, "engine": None}
         return msgspec.structs.replace(read_log_filter(request), **own)
 
-    async def page(self, request: web.Request, which: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
-        own = msgspec.structs.replace(which, tenant_id=request[PRINCIPAL].tenant.id)
+    async def page(self, request: web.Request, criteria: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
+        own = msgspec.structs.replace(criteria, tenant_id=request[PRINCIPAL].tenant.id)
         async with self.console.reads.turn(own.tenant_id or ""):
             page = await self._log.page(own, after=after, limit=limit)
         return msgspec.structs.replace(page, entries=[_shown(entry) for entry in page.entries])

@@ -147,14 +147,14 @@ class ConsoleUsage(ConsolePages):
 
         Returns their costs in the period before, and whether retention has removed usage of the period.
         """
-        which = UsageFilter(tenant_id=principal.tenant.id, models=principal.allowed_models)
-        part = Part(which=which, since=span.since, until=_end(span))
+        criteria = UsageFilter(tenant_id=principal.tenant.id, models=principal.allowed_models)
+        part = Part(criteria=criteria, since=span.since, until=_end(span))
         order = "name" if table.sort == "end_user" else table.sort
         page = await self._ranking.groups(
             part, "end_user", order, descending=table.descending, offset=table.offset, limit=ROWS
         )
         table.rows, table.total, table.has_more = page.groups, page.number, page.has_more
-        before = Part(which=which, since=earlier.since, until=earlier.until)
+        before = Part(criteria=criteria, since=earlier.since, until=earlier.until)
         groups = await self._ranking.earlier(before, "end_user", page.groups, "cost")
         return {group.end_user: group.before for group in groups}, page.lacks_usage
 

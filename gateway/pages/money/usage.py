@@ -108,12 +108,12 @@ class UsagePages:
     async def _figures(self, request: web.Request, now: datetime) -> dict[str, Any]:
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
-        which = read_usage_filter(request)
-        is_by_day = can_sum_end_users((group_by,), which)
+        criteria = read_usage_filter(request)
+        is_by_day = can_sum_end_users((group_by,), criteria)
         span = whole(read_period(request, MONTH, now), by_day=is_by_day)
-        part = Part(which=which, since=span.since, until=None if span.is_open else span.until)
+        part = Part(criteria=criteria, since=span.since, until=None if span.is_open else span.until)
         bounds = bounds_before(span)
-        earlier = Part(which=which, since=bounds[0], until=bounds[1])
+        earlier = Part(criteria=criteria, since=bounds[0], until=bounds[1])
         by_time = group_by in ("hour", "day", "month")
         default = "-name" if by_time else f"-{measure}"
         table = read_table(request, "usage", _columns(group_by, by_time=by_time), default)

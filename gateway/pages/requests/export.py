@@ -34,7 +34,7 @@ def describe_entry(entry: LogEntry, currency: str) -> dict[str, Any]:
 async def export_log(
     request: web.Request,
     read: Callable[..., Awaitable[LogPage]],
-    which: LogFilter,
+    criteria: LogFilter,
     currency: str,
     fields: Sequence[str] = FIELDS,
 ) -> web.StreamResponse:
@@ -45,8 +45,10 @@ async def export_log(
     given = request.query.get("format", "")
     if given not in FORMATS:
         raise BadRequest(f"format: expected one of {', '.join(FORMATS)}.", param="format")
-    first = await read(which, limit=AT_ONCE)
-    described = ([describe_entry(entry, currency) for entry in entries] async for entries in _pages(read, which, first))
+    first = await read(criteria, limit=AT_ONCE)
+    described = (
+        [describe_entry(entry, currency) for entry in entries] async for entries in _pages(read, criteria, first)
+    )
     chosen = ([{name: each[name] for name in fields} for each in entries] async for entries in described)
     csv_rows = ([each.values() for each in entries] async for entries in chosen)
     parts = csv_parts(fields, csv_rows) if given == "csv" else json_parts(chosen)
@@ -54,9 +56,9 @@ async def export_log(
 
 
 async def _pages(
-    read: Callable[..., Awaitable[LogPage]], which: LogFilter, page: LogPage
+    read: Callable[..., Awaitable[LogPage]], criteria: LogFilter, page: LogPage
 ) -> AsyncIterator[Sequence[LogEntry]]:
     yield page.entries
     while page.next is not None:
-        page = await read(which, after=page.next, limit=AT_ONCE)
+        page = await read(criteria, after=page.next, limit=AT_ONCE)
         yield page.entries

@@ -80,10 +80,10 @@ class RequestPages:
                 request, partial(self.page, request), self.read_filter(request), self._currency, self.fields
             )
         errors: dict[str, str] = {}
-        page, which = LogPage(entries=[], next=None), LogFilter()
+        page, criteria = LogPage(entries=[], next=None), LogFilter()
         try:
-            which = self.read_filter(request)
-            page = await self.page(request, which, after=parse_text(request.query, "after"), limit=ROWS)
+            criteria = self.read_filter(request)
+            page = await self.page(request, criteria, after=parse_text(request.query, "after"), limit=ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         used = [name for name in self.filters if request.query.get(name)]
@@ -98,7 +98,7 @@ class RequestPages:
             has_more_filters=any(name not in FIRST for name in used),
             is_filtered=bool(used),
             statuses=STATUS_OPTIONS,
-            times={"since": as_field(which.since), "until": as_field(which.until)},
+            times={"since": as_field(criteria.since), "until": as_field(criteria.until)},
             links=self.links(request),
             outcome=outcome,
             limit_title=limit_title,
@@ -121,8 +121,8 @@ class RequestPages:
     def read_filter(self, request: web.Request) -> LogFilter:
         return read_log_filter(request)
 
-    async def page(self, request: web.Request, which: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
-        return await self._log.page(which, after=after, limit=limit)
+    async def page(self, request: web.Request, criteria: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
+        return await self._log.page(criteria, after=after, limit=limit)
 
     async def find(self, request: web.Request, given: str) -> LogEntry | None:
         return await self._log.find(given)

@@ -57,10 +57,14 @@ class RefusalPages:
         now = datetime.now(UTC)
         errors: dict[str, str] = {}
         try:
-            span, which, group_by = read_period(request, "24h", now), read_refusal_filter(request), read_group(request)
+            span, criteria, group_by = (
+                read_period(request, "24h", now),
+                read_refusal_filter(request),
+                read_group(request),
+            )
             table = read_table(request, "refusals", COLUMNS, "-requests")
             reserved = read_second(request, "reserved", RESERVED_COLUMNS, "-unused")
-            sums = await self._report.sums(which, since=span.since, until=span.until, group_by=group_by)
+            sums = await self._report.sums(criteria, since=span.since, until=span.until, group_by=group_by)
         except BadRequest as error:
             if request.query.get("format"):
                 raise
@@ -69,7 +73,7 @@ class RefusalPages:
         is_csv = request.query.get("format") == "csv"
         if is_csv and request.query.get("table") != "reserved":
             return csv_response("refusals", COLUMNS, sums.causes)
-        rows = await self._report.reserved(since=span.since, until=span.until, tenant=which.tenant)
+        rows = await self._report.reserved(since=span.since, until=span.until, tenant=criteria.tenant)
         if is_csv:
             return csv_response("reserved-tokens", RESERVED_COLUMNS[:-1], rows)
         return await self._show(

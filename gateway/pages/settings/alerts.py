@@ -195,10 +195,10 @@ class AlertPages:
         found: list[Event] = []
         has_more = False
         try:
-            which = read_event_filter({name: request.query[name] for name in EVENT_QUERY if request.query.get(name)})
+            criteria = read_event_filter({name: request.query[name] for name in EVENT_QUERY if request.query.get(name)})
             if request.query.get("format") == "csv":
-                return await export_events(request, self._events, which)
-            found, has_more = await self._events.list(**which, limit=ROWS)
+                return await export_events(request, self._events, criteria)
+            found, has_more = await self._events.list(**criteria, limit=ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         next_link = link(request, after=found[-1].id) if has_more else None
@@ -211,9 +211,9 @@ class AlertPages:
 
     async def _target_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         tenant, q = (parse_text(request.query, name) for name in ("tenant", "q"))
-        which = TargetFilter(tenant=tenant, q=q, state=cast(Any, _state(request)))
+        criteria = TargetFilter(tenant=tenant, q=q, state=cast(Any, _state(request)))
         table = read_table(request, "targets", TARGET_COLUMNS, "name")
-        read = partial(self._targets.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        read = partial(self._targets.page, criteria, sort=cast(Sort, table.sort), descending=table.descending)
         if request.query.get("format") == "csv":
             return await send_csv(request, "targets", CSV_COLUMNS, read)
         return {"table": await read_page(table, read)}

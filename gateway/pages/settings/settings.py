@@ -133,17 +133,17 @@ class SettingPages:
 
     async def _admin_keys(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
-        which = KeyFilter(tenant="", q=parse_text(request.query, "q"))
-        read = partial(self._keys.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        criteria = KeyFilter(tenant="", q=parse_text(request.query, "q"))
+        read = partial(self._keys.page, criteria, sort=cast(Sort, table.sort), descending=table.descending)
         if request.query.get("format") == "csv":
             return await send_csv(request, "admin-keys", KEY_CSV_COLUMNS, read)
         return key_context(await read_page(table, read))
 
     async def _session_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "sessions", SESSION_COLUMNS, "-last_used_at")
-        which = SessionFilter(tenant=parse_text(request.query, "tenant"), q=parse_text(request.query, "q"))
+        criteria = SessionFilter(tenant=parse_text(request.query, "tenant"), q=parse_text(request.query, "q"))
         sort = cast(SessionSort, table.sort)
-        read = partial(self._session_lists.page, which, sort=sort, descending=table.descending)
+        read = partial(self._session_lists.page, criteria, sort=sort, descending=table.descending)
         if request.query.get("format") == "csv":
             return await send_csv(request, "sessions", (Column("id", "Id"), *SESSION_COLUMNS), read)
         return {"table": await read_page(table, read), "own": request[VISITOR].session_id}

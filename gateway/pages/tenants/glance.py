@@ -51,8 +51,8 @@ class Glance:
         return (await self.requests.page(LogFilter(tenant_id=tenant.id), limit=ROWS)).entries
 
     async def _busiest(self, tenant: Tenant) -> Sequence[ListedAdapter]:
-        which = ListFilter(tenant_id=tenant.id)
-        return (await self.adapters.page(which, sort="requests", descending=True, limit=ROWS)).adapters
+        criteria = ListFilter(tenant_id=tenant.id)
+        return (await self.adapters.page(criteria, sort="requests", descending=True, limit=ROWS)).adapters
 
     def _chart(self, report: ActivityReport) -> dict[str, Any] | None:
         """Return the cost by model; None without any cost."""

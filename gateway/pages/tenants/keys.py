@@ -47,9 +47,9 @@ class KeyPages:
         self._examples = examples
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        which = read_key_filter(request)
+        criteria = read_key_filter(request)
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
-        read = partial(self._records.key_lists.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        read = partial(self._records.key_lists.page, criteria, sort=cast(Sort, table.sort), descending=table.descending)
         if request.query.get("format") == "csv":
             return await send_csv(request, "keys", CSV_COLUMNS, read)
         await read_page(table, read)

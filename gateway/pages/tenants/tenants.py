@@ -50,13 +50,13 @@ class TenantPages:
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Return a page of the list, or all of it as CSV. An error of a filter is shown at its field, without rows."""
         errors: dict[str, str] = {}
-        which, is_csv = TenantFilter(), request.query.get("format") == "csv"
+        criteria, is_csv = TenantFilter(), request.query.get("format") == "csv"
         # An empty field of the form is no filter.
         query = {name: value for name, value in request.query.items() if value}
         if query.get("plan") == "none":
             query["plan"] = ""
         try:
-            which = read_filter(query)
+            criteria = read_filter(query)
         except BadRequest as error:
             if is_csv:
                 raise
@@ -65,7 +65,7 @@ class TenantPages:
         sort, lists = cast(Sort, table.sort), self._records.tenant_lists
 
         async def read(limit: int, offset: int) -> tuple[Sequence[Any], int]:
-            page = await lists.page(which, sort=sort, descending=table.descending, limit=limit, offset=offset)
+            page = await lists.page(criteria, sort=sort, descending=table.descending, limit=limit, offset=offset)
             return page.rows, page.total
 
         if is_csv:
@@ -90,15 +90,15 @@ class TenantPages:
         """Show the effects of a change of all matching tenants; with a confirmed form, make it."""
         form = form_of(request)
         filters = {name: form[name] for name in FILTERS if form.get(name)}
-        which = read_filter(filters | ({"plan": ""} if filters.get("plan") == "none" else {}))
+        criteria = read_filter(filters | ({"plan": ""} if filters.get("plan") == "none" else {}))
         change = _bulk_change(form)
         back = f"{LIST}?{urlencode(filters)}"
-        planned = await self._records.tenant_bulk.plan(which, change)
+        planned = await self._records.tenant_bulk.plan(criteria, change)
         count, error = str(len(planned)), None
         if "typed" in form:
             if form["typed"].strip() == count:
                 try:
-                    await self._records.tenant_bulk.apply(which, change, len(planned), request[ACTOR])
+                    await self._records.tenant_bulk.apply(criteria, change, len(planned), request[ACTOR])
                 except Conflict as conflict:
                     error = conflict.message
                 else:

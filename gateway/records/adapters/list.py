@@ -126,24 +126,24 @@ class AdapterList:
         self._sums = TenantSums(database)
 
     async def page(
-        self, which: ListFilter, *, sort: Sort = "name", descending: bool = False, page: int = 1, limit: int = 50
+        self, criteria: ListFilter, *, sort: Sort = "name", descending: bool = False, page: int = 1, limit: int = 50
     ) -> AdapterPage:
         """Return a page, by number from 1."""
         now, is_complete = datetime.now(UTC), await self._sums.complete()
-        if which.is_light and sort in LIGHT and is_complete:
-            return await self._light(which, sort, descending, (page - 1) * limit, limit)
+        if criteria.is_light and sort in LIGHT and is_complete:
+            return await self._light(criteria, sort, descending, (page - 1) * limit, limit)
         listed = _listed(now)
-        query = select(listed).where(*_conditions(listed, which))
+        query = select(listed).where(*_conditions(listed, criteria))
         order: ColumnElement[Any] = listed.c[COLUMNS.get(sort, sort)] if sort not in BY_USE else literal(0)
         counted = select(func.count()).select_from(query.subquery())
-        if which.idle_days is not None:
-            used = used_in(now, which.idle_days, which.tenant_id)
+        if criteria.idle_days is not None:
+            used = used_in(now, criteria.idle_days, criteria.tenant_id)
             same = and_(used.c.tenant_id == listed.c.tenant_id, used.c.model == listed.c.name)
-            old = select(adapters.c.id).where(adapters.c.created_at <= now - timedelta(days=which.idle_days))
+            old = select(adapters.c.id).where(adapters.c.created_at <= now - timedelta(days=criteria.idle_days))
             query = query.outerjoin(used, same).where(used.c.model.is_(None), listed.c.id.in_(old))
             counted = select(func.count()).select_from(query.subquery())
         if sort in BY_USE:
-            uses = uses_of(now, which.tenant_id, only_recent=sort == "requests")
+            uses = uses_of(now, criteria.tenant_id, only_recent=sort == "requests")
             same = and_(uses.c.tenant_id == listed.c.tenant_id, uses.c.model == listed.c.name)
             query = query.outerjoin(uses, same)
             order = uses.c[sort]
@@ -155,34 +155,36 @@ class AdapterList:
             total = len(rows) if is_all else (await connection.execute(counted)).scalar_one()
             return AdapterPage(adapters=await _complete(connection, rows, now, is_complete), total=total)
 
-    async def _light(self, which: ListFilter, sort: Sort, descending: bool, offset: int, limit: int) -> AdapterPage:
+    async def _light(self, criteria: ListFilter, sort: Sort, descending: bool, offset: int, limit: int) -> AdapterPage:
         """Return a page for a light filter and sort: versions are read only for the adapters on the page."""
         now = datetime.now(UTC)
         series = activity_series.c
         same = and_(series.tenant_id == adapters.c.tenant_id, series.kind == MODEL, series.name == adapters.c.name)
         owned = source = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
-        if sort in BY_USE or which.idle_days is not None:
+        if sort in BY_USE or criteria.idle_days is not None:
             source = source.outerjoin(activity_series, same)
-        conditions = [] if which.tenant is None else [tenants.c.name == which.tenant]
-        if which.tenant_id is not None:
-            conditions.append(adapters.c.tenant_id == which.tenant_id)
-        if which.names is not None:
-            conditions.append(adapters.c.name.in_(which.names))
-        if which.search is not None:
-            conditions.append(_found_by(which.search.lower(), which.tenant_id, now))
-        if which.idle_days is not None:
-            conditions += unused(now, which.idle_days)
+        conditions = [] if criteria.tenant is None else [tenants.c.name == criteria.tenant]
+        if criteria.tenant_id is not None:
+            conditions.append(adapters.c.tenant_id == criteria.tenant_id)
+        if criteria.names is not None:
+            conditions.append(adapters.c.name.in_(criteria.names))
+        if criteria.search is not None:
+            conditions.append(_found_by(criteria.search.lower(), criteria.tenant_id, now))
+        if criteria.idle_days is not None:
+            conditions += unused(now, criteria.idle_days)
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": last_use(now), "requests": recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
         counted = select(func.count()).select_from(owned if conditions else adapters).where(*conditions)
         # The condition for unused adapters takes longest, so a single pass finds and counts them.
-        number: ColumnElement[int] = func.count().over() if which.idle_days is not None else counted.scalar_subquery()
+        number: ColumnElement[int] = (
+            func.count().over() if criteria.idle_days is not None else counted.scalar_subquery()
+        )
         found = select(adapters.c.id, number).select_from(source).where(*conditions)
         chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
         async with self._database.read() as connection:
             numbered: Sequence[Row[Any]] = []
-            if which == ListFilter() and descending and sort in BY_USE:
+            if criteria == ListFilter() and descending and sort in BY_USE:
                 numbered = await most_used(connection, number, sort, (offset, limit), now)
             if not numbered:
                 numbered = (await connection.execute(chosen)).all()
@@ -268,16 +270,16 @@ def _state(state: ColumnElement[Any], expires_at: ColumnElement[Any], now: datet
     return case((and_(state == READY, expires_at <= now), "retired"), else_=state)
 
 
-def _conditions(listed: Subquery, which: ListFilter) -> list[ColumnElement[bool]]:
+def _conditions(listed: Subquery, criteria: ListFilter) -> list[ColumnElement[bool]]:
     own = listed.c
-    equal = {"tenant": which.tenant, "tenant_id": which.tenant_id, "rank": which.rank, "base": which.base}
+    equal = {"tenant": criteria.tenant, "tenant_id": criteria.tenant_id, "rank": criteria.rank, "base": criteria.base}
     found = [own[name] == value for name, value in equal.items() if value is not None]
-    if which.names is not None:
-        found.append(own.name.in_(which.names))
-    if which.state is not None:
-        found.append(or_(own.state == which.state, own.newest_state == which.state))
-    if which.search is not None:
-        text = which.search.lower()
+    if criteria.names is not None:
+        found.append(own.name.in_(criteria.names))
+    if criteria.state is not None:
+        found.append(or_(own.state == criteria.state, own.newest_state == criteria.state))
+    if criteria.search is not None:
+        text = criteria.search.lower()
         digest = own.digest.startswith(bare_digest(text), autoescape=True)
         found.append(or_(_is_named(text, own.name, own.tenant), digest))
     return found

@@ -50,14 +50,14 @@ class TargetLists:
         self._database = database
 
     async def page(
-        self, which: TargetFilter, *, sort: Sort = "name", descending: bool = False, limit: int = 50, offset: int = 0
+        self, criteria: TargetFilter, *, sort: Sort = "name", descending: bool = False, limit: int = 50, offset: int = 0
     ) -> tuple[list[ListedWebhook], int]:
         """Return a page of the matching webhooks, and their number. Webhooks without the sort's value come last."""
         waiting, given_up = _number("pending"), _number("failed")
         orders: Mapping[str, ColumnElement[Any]] = {"tenant": tenants.c.name, "waiting": waiting}
         order = orders.get(sort, webhooks.c.get(sort))
         assert order is not None
-        conditions = _conditions(which, waiting)
+        conditions = _conditions(criteria, waiting)
         query = select_webhooks().add_columns(waiting.label("waiting"), given_up.label("given_up")).where(*conditions)
         query = query.order_by(order.is_(None), order.desc() if descending else order, webhooks.c.name)
         joined = webhooks.outerjoin(tenants, tenants.c.id == webhooks.c.tenant_id)
@@ -95,16 +95,16 @@ def _number(state: str) -> Any:
     return query.correlate(webhooks).scalar_subquery()
 
 
-def _conditions(which: TargetFilter, waiting: ColumnElement[Any]) -> list[ColumnElement[bool]]:
+def _conditions(criteria: TargetFilter, waiting: ColumnElement[Any]) -> list[ColumnElement[bool]]:
     conditions: list[ColumnElement[bool]] = []
-    if which.tenant is not None:
-        conditions.append(tenants.c.name == which.tenant if which.tenant else webhooks.c.tenant_id.is_(None))
-    if which.q:
+    if criteria.tenant is not None:
+        conditions.append(tenants.c.name == criteria.tenant if criteria.tenant else webhooks.c.tenant_id.is_(None))
+    if criteria.q:
         mail = webhooks.c.url.startswith("mailto:") & func.lower(webhooks.c.url).contains(
-            which.q.lower(), autoescape=True
+            criteria.q.lower(), autoescape=True
         )
-        conditions.append(or_(webhooks.c.name.contains(which.q.lower(), autoescape=True), mail))
-    if which.state is not None:
+        conditions.append(or_(webhooks.c.name.contains(criteria.q.lower(), autoescape=True), mail))
+    if criteria.state is not None:
         works = webhooks.c.failures == 0
         of_state: dict[State, ColumnElement[bool]] = {
             "failing": webhooks.c.failures > 0,
@@ -112,5 +112,5 @@ def _conditions(which: TargetFilter, waiting: ColumnElement[Any]) -> list[Column
             "works": works & (waiting == 0) & webhooks.c.delivered_at.is_not(None),
             "unused": works & (waiting == 0) & webhooks.c.delivered_at.is_(None),
         }
-        conditions.append(of_state[which.state])
+        conditions.append(of_state[criteria.state])
     return conditions

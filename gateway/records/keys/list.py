@@ -36,7 +36,7 @@ class KeyLists:
 
     async def page(
         self,
-        which: KeyFilter,
+        criteria: KeyFilter,
         *,
         sort: Sort = "created_at",
         descending: bool = False,
@@ -44,7 +44,7 @@ class KeyLists:
         offset: int = 0,
     ) -> tuple[list[ApiKey], int]:
         """Return a page of the matching keys, and their number. Keys without the sort's value come last."""
-        conditions = _conditions(which, datetime.now(UTC))
+        conditions = _conditions(criteria, datetime.now(UTC))
         order = tenants.c.name if sort == "tenant" else api_keys.c[sort]
         found = KEYS.where(*conditions).order_by(order.is_(None), order.desc() if descending else order, api_keys.c.id)
         counted = select(func.count()).select_from(api_keys.outerjoin(tenants)).where(*conditions)
@@ -64,16 +64,16 @@ def key_state(key: ApiKey, now: datetime) -> State:
     return "never_used" if key.last_used_at is None else "valid"
 
 
-def _conditions(which: KeyFilter, now: datetime) -> list[ColumnElement[bool]]:
+def _conditions(criteria: KeyFilter, now: datetime) -> list[ColumnElement[bool]]:
     keys: Any = api_keys.c
     conditions: list[ColumnElement[bool]] = []
-    if which.tenant is not None:
-        conditions.append(tenants.c.name == which.tenant if which.tenant else keys.tenant_id.is_(None))
-    if which.q:
-        starts = keys.id.startswith(which.q.lower(), autoescape=True)
-        conditions.append(or_(func.lower(keys.label).contains(which.q.lower(), autoescape=True), starts))
+    if criteria.tenant is not None:
+        conditions.append(tenants.c.name == criteria.tenant if criteria.tenant else keys.tenant_id.is_(None))
+    if criteria.q:
+        starts = keys.id.startswith(criteria.q.lower(), autoescape=True)
+        conditions.append(or_(func.lower(keys.label).contains(criteria.q.lower(), autoescape=True), starts))
     lives = and_(keys.revoked_at.is_(None), or_(keys.expires_at.is_(None), keys.expires_at > now))
-    if which.state is not None:
+    if criteria.state is not None:
         of_state: dict[State, ColumnElement[bool]] = {
             "valid": lives,
             "never_used": and_(lives, keys.last_used_at.is_(None)),
@@ -81,5 +81,5 @@ def _conditions(which: KeyFilter, now: datetime) -> list[ColumnElement[bool]]:
             "expired": and_(keys.revoked_at.is_(None), keys.expires_at <= now),
             "revoked": keys.revoked_at.is_not(None),
         }
-        conditions.append(of_state[which.state])
+        conditions.append(of_state[criteria.state])
     return conditions

@@ -46,7 +46,7 @@ class SessionLists:
 
     async def page(
         self,
-        which: SessionFilter,
+        criteria: SessionFilter,
         *,
         sort: Sort = "last_used_at",
         descending: bool = False,
@@ -59,11 +59,11 @@ class SessionLists:
             sessions.c.expires_at > now,
             sessions.c.last_used_at > now - self._idle,
         ]
-        if which.tenant:
-            conditions.append(tenants.c.name == which.tenant)
-        if which.q:
-            label = func.lower(sessions.c.label).contains(which.q.lower(), autoescape=True)
-            conditions.append(or_(label, sessions.c.subject.startswith(which.q, autoescape=True)))
+        if criteria.tenant:
+            conditions.append(tenants.c.name == criteria.tenant)
+        if criteria.q:
+            label = func.lower(sessions.c.label).contains(criteria.q.lower(), autoescape=True)
+            conditions.append(or_(label, sessions.c.subject.startswith(criteria.q, autoescape=True)))
         order = tenants.c.name if sort == "tenant" else sessions.c[sort]
         found = _QUERY.where(*conditions).order_by(
             order.is_(None), order.desc() if descending else order, sessions.c.id

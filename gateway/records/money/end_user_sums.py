@@ -66,11 +66,11 @@ class Candidate(NamedTuple):
 class Summed(NamedTuple):
     """Days of a report whose sums by end user are to be read, as they are complete or no rows are left.
 
-    which: the filter, by the tenants' ids. lacks_usage: retention has removed usage of the period, so that end users
+    criteria: the filter, by the tenants' ids. lacks_usage: retention has removed usage of the period, so that end users
     may be missing.
     """
 
-    which: UsageFilter
+    criteria: UsageFilter
     days: frozenset[datetime]
     lacks_usage: bool
 
@@ -82,50 +82,50 @@ class EndUserSums:
         self._database = database
         self._tenants = TenantSums(database)
 
-    async def summed(self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment) -> Summed:
+    async def summed(self, group_by: Sequence[str], criteria: UsageFilter, since: Moment, until: Moment) -> Summed:
         """Return the days of a report whose sums by end user are to be read.
 
         Gateways of an earlier release write no such sums, and a day in which they served lacks some until it is
         rebuilt (gateway/billing/end_user_rebuild.py). Raises BadRequest like `rows_of`.
         """
-        if not can_sum_end_users(group_by, which):
-            lacks_usage = "end_user" in group_by and await self._lacks_rows(which, since, await self._oldest())
-            return Summed(which, frozenset(), lacks_usage)
+        if not can_sum_end_users(group_by, criteria):
+            lacks_usage = "end_user" in group_by and await self._lacks_rows(criteria, since, await self._oldest())
+            return Summed(criteria, frozenset(), lacks_usage)
         days = days_of(since, until)
-        which = await self._by_id(which, days)
-        incomplete = await self._incomplete(days, _ids_of(which))
+        criteria = await self._by_id(criteria, days)
+        incomplete = await self._incomplete(days, _ids_of(criteria))
         oldest = await self._oldest() if incomplete else None
         lacks_usage = any(oldest is None or day <= oldest for day in incomplete)
-        lacks_usage = lacks_usage and await self._lacks_rows(which, since, oldest)
+        lacks_usage = lacks_usage and await self._lacks_rows(criteria, since, oldest)
         # A day that ended before the oldest row has none to read instead.
         with_rows = {day for day in incomplete if oldest is not None and oldest < day + DAY}
-        return Summed(which, frozenset(days) - with_rows, lacks_usage)
+        return Summed(criteria, frozenset(days) - with_rows, lacks_usage)
 
     async def _oldest(self) -> Moment:
         """Return the time of the oldest usage row. Retention has removed those before it; None: all, or none exist."""
         async with self._database.read() as connection:
             return (await connection.execute(select(func.min(usage.c.created_at)))).scalar_one()
 
-    async def _lacks_rows(self, which: UsageFilter, since: Moment, oldest: Moment) -> bool:
+    async def _lacks_rows(self, criteria: UsageFilter, since: Moment, oldest: Moment) -> bool:
         """Return whether a report's period has full hours with requests before the oldest row."""
         if since is None:
             return False
         hour = usage_hourly.c["hour"]
-        query = which.narrow(select(usage_hourly)).where(hour >= since)
+        query = criteria.narrow(select(usage_hourly)).where(hour >= since)
         if oldest is not None:
             query = query.where(hour <= oldest - HOUR)
         async with self._database.read() as connection:
             return (await connection.execute(query.limit(1))).first() is not None
 
-    async def _by_id(self, which: UsageFilter, days: Sequence[datetime]) -> UsageFilter:
+    async def _by_id(self, criteria: UsageFilter, days: Sequence[datetime]) -> UsageFilter:
         """Return the filter with the ids of the tenants of its name, because the sums have an index by id only."""
-        if which.tenant is None or not days or which.tenant_id is not None or which.tenant_ids is not None:
-            return which
+        if criteria.tenant is None or not days or criteria.tenant_id is not None or criteria.tenant_ids is not None:
+            return criteria
         of, day = usage_daily.c, usage_daily.c["day"]
-        query = select(of.tenant_id).where(of.tenant == which.tenant, day >= days[0], day <= days[-1]).distinct()
+        query = select(of.tenant_id).where(of.tenant == criteria.tenant, day >= days[0], day <= days[-1]).distinct()
         async with self._database.read() as connection:
             ids = sorted((await connection.execute(query)).scalars())
-        return msgspec.structs.replace(which, tenant_ids=ids)
+        return msgspec.structs.replace(criteria, tenant_ids=ids)
 
     async def _incomplete(self, days: Sequence[datetime], ids: Sequence[str] | None) -> set[datetime]:
         """Return the days whose sums by end user lack requests, by sums that every release has written.
@@ -154,12 +154,12 @@ class EndUserSums:
                 differences[day_start or starts[start]] += more
         return {each for each, difference in differences.items() if difference}
 
-    async def reads(self, which: UsageFilter, since: Moment, until: Moment, summed: Collection[datetime]) -> Reads:
+    async def reads(self, criteria: UsageFilter, since: Moment, until: Moment, summed: Collection[datetime]) -> Reads:
         """Return how much a report reads. Filters by key and model do not reduce it.
 
         Requests before the oldest row are in the sums, but have no rows to read.
         """
-        owners = UsageFilter(tenant_id=which.tenant_id, tenant=which.tenant, tenant_ids=which.tenant_ids)
+        owners = UsageFilter(tenant_id=criteria.tenant_id, tenant=criteria.tenant, tenant_ids=criteria.tenant_ids)
         days, own = whole_days(since, until, summed), usage_end_user_days.c
         oldest, rows = await self._oldest(), None
         if oldest is not None:
@@ -171,7 +171,7 @@ class EndUserSums:
         number = literal(0) if rows is None else select(int_sum(rows.c.requests)).scalar_subquery()
         of_days = int_sum(own.requests if since is None else case((own.day >= since, own.requests), else_=0))
         query = select(number, of_days, int_sum(own.end_users)).where(own.day.in_(days))
-        ids = _ids_of(which)
+        ids = _ids_of(criteria)
         if ids is not None:
             query = query.where(own.tenant_id.in_(ids))
         async with self._database.read() as connection:
@@ -241,5 +241,5 @@ async def read_largest(
     return found, any(may_matter(candidate) for candidate in unread)
 
 
-def _ids_of(which: UsageFilter) -> Sequence[str] | None:
-    return [which.tenant_id] if which.tenant_id is not None else which.tenant_ids
+def _ids_of(criteria: UsageFilter) -> Sequence[str] | None:
+    return [criteria.tenant_id] if criteria.tenant_id is not None else criteria.tenant_ids

@@ -90,13 +90,13 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """Usage that a ranking is about. until: None for a period that ends now."""
 
-    which: UsageFilter
+    criteria: UsageFilter
     since: datetime
     until: datetime | None
 
     def of_tenants(self, ids: Sequence[str]) -> "Part":
         """Return the usage of these tenants alone."""
-        return msgspec.structs.replace(self, which=msgspec.structs.replace(self.which, tenant_ids=ids))
+        return msgspec.structs.replace(self, criteria=msgspec.structs.replace(self.criteria, tenant_ids=ids))
 
     def of_groups(self, group_by: GroupBy, identities: Collection[Identity]) -> "Part":
         """Return the usage restricted to these groups' tenants, models and end users, which indexes support.
@@ -105,14 +105,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         """
         values = dict(zip(KEYS[group_by], zip(*identities, strict=True), strict=True))
         distinct = {name: sorted(set(own)) for name, own in values.items()}
-        which = msgspec.structs.replace(
-            self.which,
+        criteria = msgspec.structs.replace(
+            self.criteria,
             tenant_ids=distinct["tenant_id"],
-            models=distinct.get("model", self.which.models),
+            models=distinct.get("model", self.criteria.models),
             end_users=distinct.get("end_user"),
             owned_models=sorted({(each[0], each[2]) for each in identities}) if group_by == "model" else None,
         )
-        return msgspec.structs.replace(self, which=which)
+        return msgspec.structs.replace(self, criteria=criteria)
 
 
 def identity_of(group: Any, group_by: GroupBy) -> Identity:

@@ -61,20 +61,20 @@ class UsageRanking:
         """Return a page of groups. order: a column of SUMMED, "tokens" or "name"."""
         part = await self._with_tenant(part)
         window = _Window(group_by, order, descending, offset, limit)
-        is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MAX_GROUPS
+        is_long = part.criteria.is_of_all and descending and order != "name" and offset + limit < MAX_GROUPS
         first: Sequence[Any] | None = None
         is_partial = lacks_usage = False
         summed: Collection[datetime] = ()
         if is_long and group_by in ("model", "key") and await self._sums.complete():
             first = await self._first(part, window)
         if group_by == "end_user":
-            found_days = await self._end_users.summed((group_by,), part.which, part.since, part.until)
-            which, summed, lacks_usage = found_days
-            part = msgspec.structs.replace(part, which=which)
+            found_days = await self._end_users.summed((group_by,), part.criteria, part.since, part.until)
+            criteria, summed, lacks_usage = found_days
+            part = msgspec.structs.replace(part, criteria=criteria)
             if is_long and summed.issuperset(days_of(part.since, part.until)):
                 first, is_partial = await self._first_end_users(part, window, summed)
             else:
-                (await self._end_users.reads(part.which, part.since, part.until, summed)).check()
+                (await self._end_users.reads(part.criteria, part.since, part.until, summed)).check()
         is_light = first is not None and group_by == "end_user"
         if first is not None:
             found = first[offset:]
@@ -263,11 +263,13 @@ class UsageRanking:
         """
         summed: Collection[datetime] = ()
         if "end_user" in group_by:
-            which, summed, lacks_usage = await self._end_users.summed(group_by, part.which, part.since, part.until)
+            criteria, summed, lacks_usage = await self._end_users.summed(
+                group_by, part.criteria, part.since, part.until
+            )
             if must_be_whole and lacks_usage:
                 return None
             if len(whole_days(part.since, part.until, summed)) < len(days_of(part.since, part.until)):
-                reads = await self._end_users.reads(which, part.since, part.until, summed)
+                reads = await self._end_users.reads(criteria, part.since, part.until, summed)
                 if reads.requests > MAX_COMPARED:
                     return None
         return await self._rows(part, group_by, summed)
@@ -282,7 +284,7 @@ class UsageRanking:
         """Return the rows of a part; None without any. summed: the days whose sums by end user are complete."""
         complete = await self._sums.complete()
         return rows_of(
-            *(self._database.dialect, group_by, part.which, part.since, part.until),
+            *(self._database.dialect, group_by, part.criteria, part.since, part.until),
             by_tenant=complete,
             summed=summed,
             measures=measures,
@@ -290,10 +292,10 @@ class UsageRanking:
 
     async def _with_tenant(self, part: Part) -> Part:
         """Return the part, restricted to the tenant of its key, because indexes of the sums begin with the tenant."""
-        if part.which.key_id is None or not part.which.is_of_all:
+        if part.criteria.key_id is None or not part.criteria.is_of_all:
             return part
         async with self._database.read() as connection:
-            owner = select(api_keys.c.tenant_id).where(api_keys.c.id == part.which.key_id)
+            owner = select(api_keys.c.tenant_id).where(api_keys.c.id == part.criteria.key_id)
             tenant_id = (await connection.execute(owner)).scalar_one_or_none()
         return part if tenant_id is None else part.of_tenants([tenant_id])
 

@@ -72,9 +72,9 @@ class UsageReport:
         self._database = database
         self._end_users = EndUserSums(database)
 
-    async def sums(self, group_by: Sequence[str] = ("model",), **which: Any) -> list[UsageSums]:
+    async def sums(self, group_by: Sequence[str] = ("model",), **criteria: Any) -> list[UsageSums]:
         """Return all groups at once; see `page`. Give a limit for "model", whose number of groups tenants decide."""
-        return (await self.page(group_by, **which)).groups
+        return (await self.page(group_by, **criteria)).groups
 
     async def page(
         self,
@@ -95,11 +95,11 @@ class UsageReport:
         `next`. limit: the most groups of a page. Raises BadRequest for a cursor of another report, and for versions or
         end users in a period that is too long or, with `tenant_id`, has too many requests.
         """
-        which = UsageFilter(tenant_id=tenant_id, tenant=tenant, models=models)
-        which, summed, _ = await self._end_users.summed(group_by, which, since, until)
+        criteria = UsageFilter(tenant_id=tenant_id, tenant=tenant, models=models)
+        criteria, summed, _ = await self._end_users.summed(group_by, criteria, since, until)
         if BY_ROWS & set(group_by) and tenant_id is not None and since is not None:
-            (await self._end_users.reads(which, since, until, summed)).check()
-        every = rows_of(self._database.dialect, group_by, which, since, until, summed=summed)
+            (await self._end_users.reads(criteria, since, until, summed)).check()
+        every = rows_of(self._database.dialect, group_by, criteria, since, until, summed=summed)
         if every is None:
             return UsagePage(groups=[], total=dict.fromkeys(SUMMED, 0), next=None)
         grouped, order = _grouped(every, group_by)
@@ -118,14 +118,14 @@ class UsageReport:
         return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
 
     async def stream(
-        self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment, at_once: int
+        self, group_by: Sequence[str], criteria: UsageFilter, since: Moment, until: Moment, at_once: int
     ) -> AsyncGenerator[list[UsageSums]]:
         """Yield all groups, `at_once` at a time, from a single statement, so that all sums are of one moment.
 
         A connection is in use until the last group. Raises BadRequest like `page`.
         """
-        which, summed, _ = await self._end_users.summed(group_by, which, since, until)
-        every = rows_of(self._database.dialect, group_by, which, since, until, summed=summed)
+        criteria, summed, _ = await self._end_users.summed(group_by, criteria, since, until)
+        every = rows_of(self._database.dialect, group_by, criteria, since, until, summed=summed)
         if every is None:
             return
         grouped, order = _grouped(every, group_by)
@@ -136,13 +136,13 @@ class UsageReport:
                 yield [_sums(dict(zip(columns, row, strict=True))) for row in rows]
 
     async def stream_rows(
-        self, which: UsageFilter, since: Moment, until: Moment, at_once: int
+        self, criteria: UsageFilter, since: Moment, until: Moment, at_once: int
     ) -> AsyncGenerator[list[dict[str, Any]]]:
         """Yield the ledger's rows of `[since, until)`, the oldest first, `at_once` at a time, as of one moment.
 
         A connection is in use until the last row.
         """
-        query = which.narrow(select(usage)).order_by(usage.c.created_at, usage.c.request_id)
+        query = criteria.narrow(select(usage)).order_by(usage.c.created_at, usage.c.request_id)
         if since is not None:
             query = query.where(usage.c.created_at >= since)
         if until is not None:

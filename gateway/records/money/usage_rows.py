@@ -30,7 +30,7 @@ Moment = datetime | None
 def rows_of(
     dialect: str,
     group_by: Sequence[str],
-    which: "UsageFilter",
+    criteria: "UsageFilter",
     since: Moment,
     until: Moment,
     *,
@@ -49,26 +49,28 @@ def rows_of(
         covered = _row_segments(since, until, summed)
     else:
         covered = segments(since, until, days="hour" not in group_by)
-    by_tenant = by_tenant and can_sum(group_by, which.models, which.key_id)
+    by_tenant = by_tenant and can_sum(group_by, criteria.models, criteria.key_id)
     parts = []
     for table, start, end in covered:
         if by_tenant and table is not usage:
             level = 3600 if table is usage_hourly else 86400
-            which_sums: Any = {"owners": which.owners(), "models": which.models, "measures": measures}
+            which_sums: Any = {"owners": criteria.owners(), "models": criteria.models, "measures": measures}
             parts.append(sums_part(level, (start, end), group_by, dialect, **which_sums))
         else:
-            parts.append(which.narrow(_select_span(table, start, end, group_by, dialect)))
+            parts.append(criteria.narrow(_select_span(table, start, end, group_by, dialect)))
             if by_tenant or summed:
                 parts[-1] = _columns_of_sums(parts[-1], group_by, measures)
     if days := whole_days(since, until, summed):
-        of_days = which.narrow(_select_end_users(days, group_by, dialect))
+        of_days = criteria.narrow(_select_end_users(days, group_by, dialect))
         parts.append(_columns_of_sums(of_days, group_by, measures))
     return union_all(*parts).subquery() if parts else None
 
 
-def can_sum_end_users(group_by: Sequence[str], which: "UsageFilter") -> bool:
+def can_sum_end_users(group_by: Sequence[str], criteria: "UsageFilter") -> bool:
     """Return whether a report may read the sums by end user."""
-    return "end_user" in group_by and set(group_by) <= BY_END_USER and which.models is None and which.key_id is None
+    return (
+        "end_user" in group_by and set(group_by) <= BY_END_USER and criteria.models is None and criteria.key_id is None
+    )
 
 
 def days_of(since: Moment, until: Moment) -> list[datetime]:

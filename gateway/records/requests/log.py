@@ -140,11 +140,11 @@ class RequestLog:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, which: LogFilter, *, after: str | None = None, limit: int = 50) -> LogPage:
+    async def page(self, criteria: LogFilter, *, after: str | None = None, limit: int = 50) -> LogPage:
         """Return a page. after: the previous page's `next`. Raises BadRequest for a malformed one."""
         start = None if after is None else _position(after)
         async with self._database.read() as connection:
-            found = [await _search(connection, table, which, start, limit) for table in _tables(which)]
+            found = [await _search(connection, table, criteria, start, limit) for table in _tables(criteria)]
             horizon = max((each.horizon for each in found if each.horizon is not None), default=None)
             entries = sorted((entry for each in found for entry in each.entries), key=_place, reverse=True)
             # Beyond the horizon one of the tables may have rows that were not read.
@@ -200,32 +200,32 @@ def read_id(given: str) -> str:
     return f"req_{match[1]}"
 
 
-def _tables(which: LogFilter) -> list[Table]:
+def _tables(criteria: LogFilter) -> list[Table]:
     """Return the tables that can have such entries."""
-    admitted = which.statuses is None or any(status != NOT_ADMITTED for status in which.statuses)
-    admitted = admitted and which.limit_name is None
-    refused = which.statuses is None or NOT_ADMITTED in which.statuses
-    refused = refused and which.engine is None and which.version is None
+    admitted = criteria.statuses is None or any(status != NOT_ADMITTED for status in criteria.statuses)
+    admitted = admitted and criteria.limit_name is None
+    refused = criteria.statuses is None or NOT_ADMITTED in criteria.statuses
+    refused = refused and criteria.engine is None and criteria.version is None
     return [*([usage] if admitted else ()), *([refused_requests] if refused else ())]
 
 
 async def _search(
-    connection: AsyncConnection, table: Table, which: LogFilter, start: Position | None, limit: int
+    connection: AsyncConnection, table: Table, criteria: LogFilter, start: Position | None, limit: int
 ) -> _Found:
     """Return the first entries of a table after a position, at least one more than `limit` if there are."""
     at, dialect = TIMES[table].name, connection.dialect.name
-    index = [*(column.name for column, _ in _owners(table, which)[:1]), at]
-    bounds = _bounds(table, which, start, dialect)
-    if not _conditions(table.c, which):
+    index = [*(column.name for column, _ in _owners(table, criteria)[:1]), at]
+    bounds = _bounds(table, criteria, start, dialect)
+    if not _conditions(table.c, criteria):
         query = select(table).where(*bounds, *_behind(table.c, at, start))
         rows = (await connection.execute(query.order_by(*_newest(table, *index, "request_id")).limit(limit + 1))).all()
         return _Found([_entry(table, row) for row in rows], None)
     oldest = select(table.c[at]).where(*bounds).order_by(*_newest(table, *index))
     horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
-    within = bounds if horizon is None else _bounds(table, which, start, dialect, horizon)
+    within = bounds if horizon is None else _bounds(table, criteria, start, dialect, horizon)
     # Further rows may have the time of the horizon.
     read = in_order(dialect, select(table).where(*within), _newest(table, *index), 2 * SCANNED)
-    query = select(read).where(*_behind(read.c, at, start), *_conditions(read.c, which))
+    query = select(read).where(*_behind(read.c, at, start), *_conditions(read.c, criteria))
     rows = (await connection.execute(query.order_by(*_newest(read, *index, "request_id")).limit(limit + 1))).all()
     entries = [_entry(table, row) for row in rows]
     if horizon is None or len(entries) > limit:
@@ -239,25 +239,25 @@ def _newest(rows: FromClause, *columns: str) -> list[ColumnElement[Any]]:
     return [rows.c[name].desc() for name in columns]
 
 
-def _owners(table: Table, which: LogFilter) -> list[tuple[ColumnElement[str], str]]:
+def _owners(table: Table, criteria: LogFilter) -> list[tuple[ColumnElement[str], str]]:
     """Return the columns of the tenant and their values."""
-    found = ((table.c.tenant_id, which.tenant_id), (table.c.tenant, which.tenant))
+    found = ((table.c.tenant_id, criteria.tenant_id), (table.c.tenant, criteria.tenant))
     return [(column, value) for column, value in found if value is not None]
 
 
 def _bounds(
-    table: Table, which: LogFilter, start: Position | None, dialect: str, horizon: datetime | None = None
+    table: Table, criteria: LogFilter, start: Position | None, dialect: str, horizon: datetime | None = None
 ) -> list[ColumnElement[bool]]:
     """Return the conditions that an index serves: the tenant and the time. horizon: time of the oldest row to read."""
-    at, owners = TIMES[table], _owners(table, which)
-    since = max((moment for moment in (which.since, horizon) if moment is not None), default=None)
-    until = min((moment for moment in (which.until, start and start[0]) if moment is not None), default=None)
+    at, owners = TIMES[table], _owners(table, criteria)
+    since = max((moment for moment in (criteria.since, horizon) if moment is not None), default=None)
+    until = min((moment for moment in (criteria.until, start and start[0]) if moment is not None), default=None)
     found = [column == value for column, value in owners[1:]]
     if owners:
         found += owned(dialect, *owners[0], at, since, until)
     else:
         found += [*([] if since is None else [at >= since]), *([] if until is None else [at <= until])]
-    if until is not None and (until == which.until or (start and not start[1])):
+    if until is not None and (until == criteria.until or (start and not start[1])):
         found.append(at < until)
     return found
 
@@ -269,21 +269,21 @@ def _behind(columns: Columns, at: str, start: Position | None) -> list[ColumnEle
     return [or_(columns[at] < start[0], columns.request_id < start[1])]
 
 
-def _conditions(columns: Columns, which: LogFilter) -> list[ColumnElement[bool]]:
+def _conditions(columns: Columns, criteria: LogFilter) -> list[ColumnElement[bool]]:
     """Return the conditions without an index. columns: the columns of either table."""
     of_usage = "error_code" in columns
-    values = {"key_id": which.key_id, "model": which.model, "end_user": which.end_user}
-    values["error_code" if of_usage else "code"] = which.code
-    values |= {"engine": which.engine} if of_usage else {"limit_name": which.limit_name}
+    values = {"key_id": criteria.key_id, "model": criteria.model, "end_user": criteria.end_user}
+    values["error_code" if of_usage else "code"] = criteria.code
+    values |= {"engine": criteria.engine} if of_usage else {"limit_name": criteria.limit_name}
     found = [columns[name] == value for name, value in values.items() if value is not None]
-    if which.version is not None:
-        found.append(columns.version == which.version)
-    if which.models is not None:
-        found.append(columns.model.in_(which.models))
-    if which.statuses is not None and of_usage:
-        found.append(columns.status.in_(which.statuses))
-    if which.min_latency_ms is not None:
-        found.append(columns.latency_ms >= which.min_latency_ms)
+    if criteria.version is not None:
+        found.append(columns.version == criteria.version)
+    if criteria.models is not None:
+        found.append(columns.model.in_(criteria.models))
+    if criteria.statuses is not None and of_usage:
+        found.append(columns.status.in_(criteria.statuses))
+    if criteria.min_latency_ms is not None:
+        found.append(columns.latency_ms >= criteria.min_latency_ms)
     return found
 
 

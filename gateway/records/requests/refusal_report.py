@@ -117,7 +117,7 @@ class RefusalReport:
         self._minutes_kept = minutes_kept
 
     async def sums(
-        self, which: RefusalFilter, *, since: datetime, until: datetime, group_by: GroupBy = "limit"
+        self, criteria: RefusalFilter, *, since: datetime, until: datetime, group_by: GroupBy = "limit"
     ) -> RefusalSums:
         """Return the refusals of a period. Raises BadRequest for a period that has not begun."""
         period = whole_period(since, until, None, self._minutes_kept, datetime.now(UTC))
@@ -125,9 +125,9 @@ class RefusalReport:
         # The sums of the present hour and day reach up to now, so an open period takes them whole.
         steps = cover(period.since, -(-period.end // period.step) * period.step, levels)
         async with self._database.read() as connection:
-            causes = await _causes(connection, which, cover(period.since, period.end))
-            before = await _number(connection, which, cover(period.before, period.since))
-            curves = await _curves(connection, which, steps, period, (group_by, causes))
+            causes = await _causes(connection, criteria, cover(period.since, period.end))
+            before = await _number(connection, criteria, cover(period.before, period.since))
+            curves = await _curves(connection, criteria, steps, period, (group_by, causes))
             explained = [await _explain(connection, cause, steps, period) for cause in causes[:EXPLAINED]]
         return RefusalSums(
             since=moment(period.since),
@@ -164,11 +164,11 @@ class RefusalReport:
         Only the newest NEWEST requests within the last RESERVED_HOURS of the period are counted.
         """
         start = max(since, until - timedelta(hours=RESERVED_HOURS))
-        which = [usage.c.created_at >= start, usage.c.created_at < until]
+        criteria = [usage.c.created_at >= start, usage.c.created_at < until]
         if tenant is not None:
-            which.append(usage.c.tenant == tenant)
+            criteria.append(usage.c.tenant == tenant)
         tokens = (usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge).label("settled")
-        newest = select(usage.c.tenant, usage.c.reserved_tokens, tokens).where(*which)
+        newest = select(usage.c.tenant, usage.c.reserved_tokens, tokens).where(*criteria)
         rows = newest.order_by(usage.c.created_at.desc()).limit(NEWEST).subquery()
         reserved, used = int_sum(rows.c.reserved_tokens), int_sum(rows.c.settled)
         query = (
@@ -187,7 +187,7 @@ class RefusalReport:
             return [Reserved(**row._mapping) for row in await connection.execute(query)]
 
 
-def _rows(which: RefusalFilter, segments: Segments, tenant_id: str | None = None) -> Subquery:
+def _rows(criteria: RefusalFilter, segments: Segments, tenant_id: str | None = None) -> Subquery:
     """Return the counts of the segments. tenant_id: the counted tenant; ALL_TENANTS for the sums over all tenants."""
     table = refusal_counts
     columns = (table.c.start, table.c.tenant_id, table.c.tenant, table.c.code, table.c.status, table.c.limit_name)
@@ -200,37 +200,37 @@ def _rows(which: RefusalFilter, segments: Segments, tenant_id: str | None = None
             table.c.tenant_id != ALL_TENANTS if tenant_id is None else table.c.tenant_id == tenant_id,
         )
         for name in ("tenant", "code", "limit_name", "status"):
-            if (value := getattr(which, name)) is not None:
+            if (value := getattr(criteria, name)) is not None:
                 query = query.where(table.c[name] == value)
         parts.append(query)
     return union_all(*parts).subquery()
 
 
-def _all_tenants(which: RefusalFilter) -> str | None:
+def _all_tenants(criteria: RefusalFilter) -> str | None:
     """Return the id under which the sums over all tenants are stored, if the filter is about all of them."""
-    return ALL_TENANTS if which.tenant is None else None
+    return ALL_TENANTS if criteria.tenant is None else None
 
 
-async def _causes(connection: AsyncConnection, which: RefusalFilter, segments: Segments) -> list[Cause]:
+async def _causes(connection: AsyncConnection, criteria: RefusalFilter, segments: Segments) -> list[Cause]:
     if not segments:
         return []
-    rows = _rows(which, segments)
+    rows = _rows(criteria, segments)
     keys = [rows.c[name] for name in ("tenant_id", "tenant", "code", "status", "limit_name")]
     number = int_sum(rows.c.requests).label("requests")
     query = select(*keys, number).group_by(*keys).order_by(number.desc(), *keys).limit(MAX_CAUSES)
     return [Cause(**row._mapping) for row in await connection.execute(query)]
 
 
-async def _number(connection: AsyncConnection, which: RefusalFilter, segments: Segments) -> int:
+async def _number(connection: AsyncConnection, criteria: RefusalFilter, segments: Segments) -> int:
     if not segments:
         return 0
-    rows = _rows(which, segments, _all_tenants(which))
+    rows = _rows(criteria, segments, _all_tenants(criteria))
     return int((await connection.execute(select(int_sum(rows.c.requests)))).scalar_one())
 
 
 async def _curves(
     connection: AsyncConnection,
-    which: RefusalFilter,
+    criteria: RefusalFilter,
     segments: Segments,
     period: Period,
     ranked: tuple[GroupBy, Sequence[Cause]],
@@ -239,7 +239,7 @@ async def _curves(
     if not segments:
         return {}
     group_by, causes = ranked
-    rows = _rows(which, segments, None if group_by == "tenant" else _all_tenants(which))
+    rows = _rows(criteria, segments, None if group_by == "tenant" else _all_tenants(criteria))
     # A refusal without a limit is grouped by its code.
     by_limit = case((rows.c.limit_name == "", rows.c.code), else_=rows.c.limit_name)
     name = {"limit": by_limit, "tenant": rows.c.tenant, "code": rows.c.code}[group_by]

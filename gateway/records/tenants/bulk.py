@@ -54,12 +54,12 @@ class TenantBulk:
         self._database = database
         self._lists = lists
 
-    async def plan(self, which: TenantFilter, change: BulkChange) -> list[Planned]:
+    async def plan(self, criteria: TenantFilter, change: BulkChange) -> list[Planned]:
         """Return the tenants that would change, in the order of their names. Raises BadRequest for an unknown plan."""
-        planned = await in_pieces(await self._changing(which, change), lambda each: _planned(*each))
+        planned = await in_pieces(await self._changing(criteria, change), lambda each: _planned(*each))
         return sorted(planned, key=lambda each: each.tenant)
 
-    async def apply(self, which: TenantFilter, change: BulkChange, expect: int, actor: str) -> list[str]:
+    async def apply(self, criteria: TenantFilter, change: BulkChange, expect: int, actor: str) -> list[str]:
         """Change the matching tenants; return the names of those that were changed.
 
         A tenant that another change has deleted, or changed in the same way, meanwhile is left out. Raises Conflict,
@@ -67,7 +67,7 @@ class TenantBulk:
         unknown plan.
         """
         # Changes of plans lock tenants in the order of ids too, so that neither waits for the other in a deadlock.
-        found = await self._changing(which, change)
+        found = await self._changing(criteria, change)
         if len(found) != expect:
             raise Conflict(
                 f"expect: {len(found)} tenants would change, not {expect}. Look at them again with ?dry_run=true.",
@@ -91,14 +91,14 @@ class TenantBulk:
                         changed.append(tenant.name)
         return sorted(changed)
 
-    async def _changing(self, which: TenantFilter, change: BulkChange) -> list[tuple[Tenant, dict[str, Any]]]:
+    async def _changing(self, criteria: TenantFilter, change: BulkChange) -> list[tuple[Tenant, dict[str, Any]]]:
         """Return the matching tenants that would change, in the order of their ids, with their changes.
 
         Raises BadRequest for an unknown plan.
         """
         async with self._database.read() as connection:
             await plan_terms(connection, change.fields.get("plan"), required=True)
-        found = await in_pieces(await self._lists.all(which), lambda tenant: (tenant, change.of(tenant)))
+        found = await in_pieces(await self._lists.all(criteria), lambda tenant: (tenant, change.of(tenant)))
         return [(tenant, changes) for tenant, changes in found if changes]
 
 

@@ -97,7 +97,7 @@ class TenantLists:
 
     async def page(
         self,
-        which: TenantFilter,
+        criteria: TenantFilter,
         *,
         sort: Sort = "name",
         descending: bool = False,
@@ -111,12 +111,12 @@ class TenantLists:
         """
         now = datetime.now(UTC)
         sums = await self._sums(now)
-        found, order = _matching(which, sort, now, sums, self._database.dialect)
+        found, order = _matching(criteria, sort, now, sums, self._database.dialect)
         query = found.order_by(order.desc() if descending else order, tenants.c.name).limit(limit + 1).offset(offset)
         if after is not None:
             query = query.where(_behind(after, sort, descending, order))
         # The count needs no order, whose sums of all tenants take longest.
-        counted, _ = _matching(which, "name", now, sums, self._database.dialect)
+        counted, _ = _matching(criteria, "name", now, sums, self._database.dialect)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
             total = (await connection.execute(select(func.count()).select_from(counted.subquery()))).scalar_one()
@@ -129,10 +129,10 @@ class TenantLists:
             next=None if last is None else encode_cursor([sort, descending, last.sorted_by, last.name]),
         )
 
-    async def all(self, which: TenantFilter) -> list[Tenant]:
+    async def all(self, criteria: TenantFilter) -> list[Tenant]:
         """Return all matching tenants, in the order of their ids."""
         now = datetime.now(UTC)
-        found, _ = _matching(which, "name", now, await self._sums(now), self._database.dialect)
+        found, _ = _matching(criteria, "name", now, await self._sums(now), self._database.dialect)
         async with self._database.read() as connection:
             return await read_rows(connection, found.order_by(tenants.c.id), read_tenant)
 
@@ -192,39 +192,39 @@ def _use(row: Row[Any], kind: str) -> BudgetUse:
 
 
 def _matching(
-    which: TenantFilter, sort: Sort, now: datetime, sums: Subquery, dialect: str
+    criteria: TenantFilter, sort: Sort, now: datetime, sums: Subquery, dialect: str
 ) -> tuple[Select[Any], ColumnElement[Any]]:
     """Select the matching tenants, and return the column that orders them, which is also labelled `sorted_by`."""
     source: Any = tenants
     conditions: list[ColumnElement[bool]] = []
     orders: dict[str, ColumnElement[Any]] = {"created": tenants.c.created_at, "plan": func.coalesce(tenants.c.plan, "")}
     order = orders.get(sort, tenants.c.name)
-    if sort in ("spend", "requests", "forecast") or which.over_budget is not None:
+    if sort in ("spend", "requests", "forecast") or criteria.over_budget is not None:
         # Only this filter or sort needs the sums of all tenants. The sums shown on a page are read by its tenants' ids.
         source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
         if sort in ("spend", "requests"):
             order = func.coalesce(sums.c[sort], 0)
         if sort == "forecast":
             order = func.coalesce(_forecast(sums, now, dialect), 0)
-        if which.over_budget is not None:
-            conditions.append(or_(*(_over(sums, kind, which.over_budget) for kind in sorted(BUDGET))))
-    if which.idle_days is not None or sort == "last_used_at":
+        if criteria.over_budget is not None:
+            conditions.append(or_(*(_over(sums, kind, criteria.over_budget) for kind in sorted(BUDGET))))
+    if criteria.idle_days is not None or sort == "last_used_at":
         used = _used()
         source = source.outerjoin(used, used.c.tenant_id == tenants.c.id)
         if sort == "last_used_at":
             order = func.coalesce(used.c.used_at, LONG_AGO, type_=used.c.used_at.type)
-    if which.idle_days is not None:
-        since = now - timedelta(days=which.idle_days)
+    if criteria.idle_days is not None:
+        since = now - timedelta(days=criteria.idle_days)
         conditions += [tenants.c.created_at <= since, or_(used.c.used_at.is_(None), used.c.used_at <= since)]
-    if which.plan is not None:
-        conditions.append(tenants.c.plan == which.plan if which.plan else tenants.c.plan.is_(None))
-    if which.tag is not None:
-        conditions.append(tenants.c.tags.contains(f",{which.tag},", autoescape=True))
-    if which.suspended is not None:
-        conditions.append(tenants.c.suspended.is_(which.suspended))
-    if which.q:
+    if criteria.plan is not None:
+        conditions.append(tenants.c.plan == criteria.plan if criteria.plan else tenants.c.plan.is_(None))
+    if criteria.tag is not None:
+        conditions.append(tenants.c.tags.contains(f",{criteria.tag},", autoescape=True))
+    if criteria.suspended is not None:
+        conditions.append(tenants.c.suspended.is_(criteria.suspended))
+    if criteria.q:
         texts = (tenants.c.name, tenants.c.display_name, tenants.c.external_id, tenants.c.contact)
-        conditions.append(or_(*(func.lower(text).contains(which.q.lower(), autoescape=True) for text in texts)))
+        conditions.append(or_(*(func.lower(text).contains(criteria.q.lower(), autoescape=True) for text in texts)))
     return select(tenants, order.label("sorted_by")).select_from(source).where(*conditions), order
 
 
@@ -258,9 +258,9 @@ def _over(sums: Subquery, kind: str, part: float) -> ColumnElement[bool]:
     return and_(budget.is_not(None), spent >= budget * part)
 
 
-def _used(*which: ColumnElement[bool]) -> Subquery:
+def _used(*criteria: ColumnElement[bool]) -> Subquery:
     used_at = func.max(api_keys.c.last_used_at, type_=api_keys.c.last_used_at.type).label("used_at")
-    query = select(api_keys.c.tenant_id, used_at).where(api_keys.c.tenant_id.is_not(None), *which)
+    query = select(api_keys.c.tenant_id, used_at).where(api_keys.c.tenant_id.is_not(None), *criteria)
     return query.group_by(api_keys.c.tenant_id).subquery("used")
 
 

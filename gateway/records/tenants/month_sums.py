@@ -57,9 +57,9 @@ def _by_series(values: Values, since: datetime, ids: Sequence[str] | None, diale
         for name, (column, start, end) in values.items()
     }
     owners = UsageFilter(tenant_ids=ids).owners()
-    which = series_of([TENANT], owners, None, table, dialect)
+    criteria = series_of([TENANT], owners, None, table, dialect)
     parts = [func.sum(value).label(name) for name, value in _parts(table, table.c.start, seconds).items()]
-    query = select(table.c.series_id, *parts).where(which, table.c.start >= int(since.timestamp()))
+    query = select(table.c.series_id, *parts).where(criteria, table.c.start >= int(since.timestamp()))
     rows = query.group_by(table.c.series_id).subquery()
     # A tenant has a single series. Grouped by the tenant, SQLite expects enough rows to build an index for a join.
     sums = [int_sum(rows.c[name]).label(name) for name in values]

@@ -81,11 +81,11 @@ async def sums_of_rows(database: Database) -> tuple[list[Any], list[Any]]:
     return sorted((*key, *values) for key, values in found.items()), sorted(numbers)
 
 
-async def forget(database: Database, *which: Any) -> None:
+async def forget(database: Database, *criteria: Any) -> None:
     """Remove sums of whole days and tenants, as if an earlier release had written the rows."""
     async with database.write() as connection:
         for table in (usage_end_users, usage_end_user_days):
-            own = [table.c[name] == value for name, value in which]
+            own = [table.c[name] == value for name, value in criteria]
             await connection.execute(delete(table).where(*own))
 
 
@@ -243,7 +243,7 @@ async def test_days_whose_rows_are_gone_are_left_as_they_are(database: Database)
 async def test_every_grouping_and_period_equals_the_rows(database: Database, is_whole: bool):
     made = rows(300)
     await UsageWriter(database).write(made)
-    report, which = UsageReport(database), UsageFilter()
+    report, criteria = UsageReport(database), UsageFilter()
     edge = timedelta() if is_whole else timedelta(hours=5, minutes=3)
     since, until = START + edge, START + 3 * DAY - edge
     starts = {"day": "%Y-%m-%d", "month": "%Y-%m"}
@@ -255,7 +255,7 @@ async def test_every_grouping_and_period_equals_the_rows(database: Database, is_
                 key = (each.tenant, each.end_user or None, *times)
                 expected[key] = expected.get(key, 0) + each.prompt_tokens
         found = {}
-        async for part in report.stream(group_by, which, since, until, at_once=7):
+        async for part in report.stream(group_by, criteria, since, until, at_once=7):
             for group in part:
                 times = [f"{getattr(group, name):{starts[name]}}" for name in group_by if name in starts]
                 found[group.tenant, group.end_user, *times] = group.prompt_tokens

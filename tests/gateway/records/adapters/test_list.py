@@ -27,8 +27,8 @@ async def globex(database: Database) -> Tenant:
     return await Tenants(database).create("globex", {}, "op")
 
 
-async def names(adapters: AdapterList, which: ListFilter | None = None, **options: Any) -> list[str]:
-    page = await adapters.page(which or ListFilter(), **options)
+async def names(adapters: AdapterList, criteria: ListFilter | None = None, **options: Any) -> list[str]:
+    page = await adapters.page(criteria or ListFilter(), **options)
     return [f"{each.tenant}/{each.name}" for each in page.adapters]
 
 
@@ -75,7 +75,7 @@ async def test_filters_sorts_and_pages(catalog: Catalog, acme: Tenant, globex: T
     assert await names(adapters, descending=True) == ["acme/pirate", "globex/pirate", "globex/json", "acme/broken"]
     assert [await names(adapters, limit=3, page=page) for page in (1, 2, 3)] == [every[:3], every[3:], []]
     assert [(await adapters.page(ListFilter(), limit=3, page=page)).total for page in (1, 2, 3)] == [4, 4, 4]
-    for which, expected in (
+    for criteria, expected in (
         (ListFilter(tenant="globex"), ["globex/json", "globex/pirate"]),
         (ListFilter(tenant_id=acme.id), ["acme/broken", "acme/pirate"]),
         (ListFilter(search="PIR"), ["acme/pirate", "globex/pirate"]),
@@ -87,7 +87,7 @@ async def test_filters_sorts_and_pages(catalog: Catalog, acme: Tenant, globex: T
         (ListFilter(rank=9), []),
         (ListFilter(base=digest(9)), []),
     ):
-        assert await names(adapters, which) == expected, which
+        assert await names(adapters, criteria) == expected, criteria
     for sort in SORTS:
         for descending in (False, True):
             assert sorted(await names(adapters, sort=sort, descending=descending)) == sorted(every)
@@ -102,8 +102,8 @@ async def test_orders_and_searches_are_the_same_from_the_sums_for_charts(
     for number, (tenant, name) in enumerate(owned):
         await add(catalog, tenant, name, 2 * number, 2 * number + 1)
     uses = [(0, 1), (0, 30), (1, 1), (2, 3), (2, 3), (2, 3), (3, 90), (4, 0), (5, 3), (5, 3), (6, 800)]
-    for i, (which, hours) in enumerate(uses):
-        tenant, name = owned[which]
+    for i, (criteria, hours) in enumerate(uses):
+        tenant, name = owned[criteria]
         own = {"tenant_id": tenant.id, "tenant": tenant.name, "model": name, "adapter_digest": "d"}
         await writer.write([row(f"r{i}", **own, created_at=now - timedelta(hours=hours))])
 
@@ -224,8 +224,8 @@ async def test_an_idle_adapter_and_its_last_use_are_as_old_as_the_days(
     for number, (name, (created, used)) in enumerate(ages.items(), 1):
         await add(catalog, acme, name, number)
         async with database.write() as connection:
-            which = adapters_table.c.name == name
-            await connection.execute(update(adapters_table).where(which).values(created_at=now - created * hour))
+            criteria = adapters_table.c.name == name
+            await connection.execute(update(adapters_table).where(criteria).values(created_at=now - created * hour))
         if used is not None:
             own = {"tenant_id": acme.id, "tenant": "acme", "model": name, "adapter_digest": "d"}
             await writer.write([row(f"r-{name}", **own, created_at=now - used * hour)])

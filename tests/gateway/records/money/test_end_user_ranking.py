@@ -28,8 +28,8 @@ from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)
 START = (NOW - timedelta(days=9)).replace(hour=0, minute=0, second=0, microsecond=0)
-WHOLE = Part(which=UsageFilter(), since=START, until=None)
-PARTIAL = Part(which=UsageFilter(), since=NOW - timedelta(days=7, hours=5), until=NOW - timedelta(hours=3))
+WHOLE = Part(criteria=UsageFilter(), since=START, until=None)
+PARTIAL = Part(criteria=UsageFilter(), since=NOW - timedelta(days=7, hours=5), until=NOW - timedelta(hours=3))
 VALUES: dict[str, Callable[[Any], int]] = {
     "cost": lambda each: each.cost,
     "tokens": lambda each: each.prompt_tokens + each.completion_tokens,
@@ -93,11 +93,11 @@ async def test_every_page_is_exact(database: Database, monkeypatch: pytest.Monke
 async def test_a_tenants_ranking_has_its_own_end_users(database: Database):
     await UsageWriter(database).write(rows())
     ranking = UsageRanking(database)
-    for which in (UsageFilter(tenant="n2"), UsageFilter(tenant_id="t2")):
-        part = msgspec.structs.replace(WHOLE, which=which)
+    for criteria in (UsageFilter(tenant="n2"), UsageFilter(tenant_id="t2")):
+        part = msgspec.structs.replace(WHOLE, criteria=criteria)
         page = await ranking.groups(part, "end_user", "cost", limit=100)
         assert shown(page.groups, "cost") == [each for each in expected(WHOLE, "cost") if each[0] == "t2"]
-    with_model = msgspec.structs.replace(WHOLE, which=UsageFilter(tenant="n2", models=["base"]))
+    with_model = msgspec.structs.replace(WHOLE, criteria=UsageFilter(tenant="n2", models=["base"]))
     page = await ranking.groups(with_model, "end_user", "cost", limit=100)
     assert sum(group.cost for group in page.groups) == sum(
         each.cost for each in rows() if each.tenant == "n2" and each.model == "base" and each.created_at >= START
@@ -114,7 +114,7 @@ async def test_only_tenants_that_can_be_on_the_page_are_read(database: Database,
     found_of = UsageRanking._found
 
     async def watched(self: UsageRanking, part: Part, *others: Any) -> Any:
-        read.extend(part.which.tenant_ids or ())
+        read.extend(part.criteria.tenant_ids or ())
         return await found_of(self, part, *others)
 
     monkeypatch.setattr(UsageRanking, "_found", watched)
@@ -140,7 +140,7 @@ async def test_a_tenant_with_too_many_end_users_is_left_out(database: Database, 
     assert shown(page.groups, "cost") == [("h", "u", 10**6), *expected(WHOLE, "cost")[:4]]
     # Chosen by itself, it is refused instead, and so is an order for which all end users would have to be read.
     monkeypatch.setattr(end_user_sums, "MAX_ROWS", 550)
-    own = msgspec.structs.replace(WHOLE, which=UsageFilter(tenant="h"))
+    own = msgspec.structs.replace(WHOLE, criteria=UsageFilter(tenant="h"))
     for part, order in ((own, "cost"), (WHOLE, "name")):
         with pytest.raises(BadRequest, match="at most 550 requests"):
             await ranking.groups(part, "end_user", order)
@@ -172,8 +172,10 @@ async def test_requests_during_a_ranking_do_not_make_it_read_rows(database: Data
 
     monkeypatch.setattr(Database, "read", then_write)
     monkeypatch.setattr(end_user_sums, "MAX_ROWS", 300)
-    for which in (UsageFilter(), UsageFilter(tenant="n1")):
-        page = await UsageRanking(database).groups(msgspec.structs.replace(WHOLE, which=which), "end_user", "requests")
+    for criteria in (UsageFilter(), UsageFilter(tenant="n1")):
+        page = await UsageRanking(database).groups(
+            msgspec.structs.replace(WHOLE, criteria=criteria), "end_user", "requests"
+        )
         assert (page.groups[0].end_user, page.lacks_usage) == ("shared", False)
         assert page.groups[0].requests > 400
     assert next(number) > 4
@@ -196,16 +198,16 @@ async def test_removed_days_are_not_counted_but_noted(
     ranking = UsageRanking(database)
     left = expected(msgspec.structs.replace(WHOLE, since=moment if is_cut else day), "cost")
     for tenant_id in (None, "t1"):
-        which = UsageFilter(tenant_id=tenant_id)
-        page = await ranking.groups(msgspec.structs.replace(WHOLE, which=which), "end_user", "cost", limit=100)
+        criteria = UsageFilter(tenant_id=tenant_id)
+        page = await ranking.groups(msgspec.structs.replace(WHOLE, criteria=criteria), "end_user", "cost", limit=100)
         assert shown(page.groups, "cost") == [each for each in left if tenant_id in (None, each[0])]
         assert (page.lacks_usage, page.is_partial) == (True, False)
-        later = Part(which=which, since=day + timedelta(days=1), until=None)
+        later = Part(criteria=criteria, since=day + timedelta(days=1), until=None)
         assert not (await ranking.groups(later, "end_user", "cost")).lacks_usage
-        before = Part(which=which, since=START, until=day)
+        before = Part(criteria=criteria, since=START, until=day)
         compared = await ranking.earlier(before, "end_user", page.groups, "cost")
         assert {group.before for group in compared} == {None}
-    by_model = msgspec.structs.replace(WHOLE, which=UsageFilter(models=["base"]))
+    by_model = msgspec.structs.replace(WHOLE, criteria=UsageFilter(models=["base"]))
     assert (await ranking.groups(by_model, "end_user", "cost")).lacks_usage
 
 
@@ -217,7 +219,7 @@ async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pyt
     curves = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step, await ranking.steps(PARTIAL, step))
     assert [sum(values) for _, values in curves.groups] == [group.cost for group in page.groups]
     assert sum(curves.total) == sum(each[2] for each in expected(PARTIAL, "cost"))
-    before = Part(which=UsageFilter(), since=PARTIAL.since - timedelta(days=2), until=PARTIAL.since)
+    before = Part(criteria=UsageFilter(), since=PARTIAL.since - timedelta(days=2), until=PARTIAL.since)
     costs = {each[:2]: each[2] for each in expected(before, "cost")}
     compared = await ranking.earlier(before, "end_user", page.groups, "cost")
     assert [group.before for group in compared] == [

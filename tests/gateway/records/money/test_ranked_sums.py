@@ -25,9 +25,9 @@ from tests.gateway.conftest import BOTH, new_database
 
 NOW = datetime.now(UTC)
 TODAY = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
-WHOLE = Part(which=UsageFilter(), since=TODAY - timedelta(days=4), until=None)
-EDGES = Part(which=UsageFilter(), since=NOW - timedelta(days=4, hours=7), until=NOW - timedelta(hours=5))
-BEFORE = Part(which=UsageFilter(), since=TODAY - timedelta(days=9), until=TODAY - timedelta(days=4))
+WHOLE = Part(criteria=UsageFilter(), since=TODAY - timedelta(days=4), until=None)
+EDGES = Part(criteria=UsageFilter(), since=NOW - timedelta(days=4, hours=7), until=NOW - timedelta(hours=5))
+BEFORE = Part(criteria=UsageFilter(), since=TODAY - timedelta(days=9), until=TODAY - timedelta(days=4))
 LIMIT = 7
 
 

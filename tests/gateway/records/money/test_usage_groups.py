@@ -96,8 +96,8 @@ async def test_pages_have_every_group_once(database: Database, group_by: tuple[s
 async def test_filters_narrow_a_stream(database: Database):
     await UsageWriter(database).write(rows())
     report = UsageReport(database)
-    which = UsageFilter(tenant="n1", models=["pirate"], key_id="k")
-    [[sums]] = [part async for part in report.stream((), which, START, END, at_once=10)]
+    criteria = UsageFilter(tenant="n1", models=["pirate"], key_id="k")
+    [[sums]] = [part async for part in report.stream((), criteria, START, END, at_once=10)]
     wanted = [each for each in rows() if each.tenant == "n1" and each.model == "pirate"]
     assert sums.cost == sum(each.cost for each in wanted if START <= each.created_at < END)
     assert [part async for part in report.stream((), UsageFilter(key_id="other"), START, END, at_once=10)] == []

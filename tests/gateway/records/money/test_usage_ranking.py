@@ -21,7 +21,7 @@ from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)
-PART = Part(which=UsageFilter(), since=NOW - timedelta(days=10), until=None)
+PART = Part(criteria=UsageFilter(), since=NOW - timedelta(days=10), until=None)
 
 
 def rows() -> list[UsageRow]:
@@ -95,7 +95,7 @@ async def test_only_the_tenants_that_can_be_on_the_page_are_read(
     found_of = UsageRanking._found
 
     async def watched(self: UsageRanking, part: Part, *others: Any) -> Any:
-        read.append(part.which.tenant_ids)
+        read.append(part.criteria.tenant_ids)
         return await found_of(self, part, *others)
 
     monkeypatch.setattr(UsageRanking, "_found", watched)
@@ -125,7 +125,7 @@ async def test_sums_of_models_are_those_of_their_rows(database: Database, models
         for j, (tenant, model) in enumerate(owned)
     ]
     await write(database, used, is_rebuilt=is_rebuilt)
-    ranking, part = UsageRanking(database), msgspec.structs.replace(PART, which=UsageFilter(models=models))
+    ranking, part = UsageRanking(database), msgspec.structs.replace(PART, criteria=UsageFilter(models=models))
     kept = [each for each in used if each.model in models]
     whole = sum(each.cost for each in kept)
     assert (await ranking.total(part))["cost"] == whole

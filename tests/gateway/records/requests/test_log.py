@@ -52,11 +52,11 @@ async def fill(database: Database) -> None:
     await log.flush()
 
 
-async def ids(log: RequestLog, limit: int = 100, **which: Any) -> list[int]:
+async def ids(log: RequestLog, limit: int = 100, **criteria: Any) -> list[int]:
     """Return the numbers of the entries of all pages."""
     found, after = [], None
     while True:
-        page = await log.page(LogFilter(**which), after=after, limit=limit)
+        page = await log.page(LogFilter(**criteria), after=after, limit=limit)
         found += [int(entry.request_id.removeprefix("req_")) for entry in page.entries]
         after = page.next
         if after is None:
@@ -101,14 +101,14 @@ async def test_a_search_goes_on_after_its_share_of_rows(database: Database, monk
     assert await ids(log, 1, tenant="n1", key_id="k") == await ids(log, 2, tenant_id="t1", key_id="k") == of_n1
     assert await ids(log, tenant="n0", tenant_id="t1", key_id="k") == []
     bounds = {"since": NOON + timedelta(minutes=3), "until": NOON + timedelta(minutes=18)}
-    for which in ({"tenant": "n1"}, {"tenant": "n1", "key_id": "k"}):
-        assert await ids(log, 2, **which, **bounds) == of_n1[2:-1]
+    for criteria in ({"tenant": "n1"}, {"tenant": "n1", "key_id": "k"}):
+        assert await ids(log, 2, **criteria, **bounds) == of_n1[2:-1]
 
 
-@pytest.mark.parametrize("which", [{}, {"tenant": "acme"}, {"tenant_id": "t1"}, {"tenant": "acme", "key_id": "k"}])
-async def test_requests_of_one_moment_are_on_consecutive_pages(database: Database, which: dict[str, str]):
+@pytest.mark.parametrize("criteria", [{}, {"tenant": "acme"}, {"tenant_id": "t1"}, {"tenant": "acme", "key_id": "k"}])
+async def test_requests_of_one_moment_are_on_consecutive_pages(database: Database, criteria: dict[str, str]):
     await UsageWriter(database).write(row(f"req_{i:02}", created_at=NOON) for i in range(5))
-    assert await ids(RequestLog(database), 2, **which) == [4, 3, 2, 1, 0]
+    assert await ids(RequestLog(database), 2, **criteria) == [4, 3, 2, 1, 0]
 
 
 async def test_a_request_is_found_by_its_id_and_its_answers(database: Database):

@@ -37,8 +37,8 @@ async def spend(database: Database, tenant_id: str, day: datetime, cost: int, re
         await connection.execute(insert(usage_daily).values(row | sums | {"requests": requests, "cost": cost}))
 
 
-async def names(lists: TenantLists, which: TenantFilter | None = None, **options: Any) -> list[str]:
-    page = await lists.page(which or TenantFilter(), **options)
+async def names(lists: TenantLists, criteria: TenantFilter | None = None, **options: Any) -> list[str]:
+    page = await lists.page(criteria or TenantFilter(), **options)
     return [tenant.name for tenant, _ in page.rows]
 
 
@@ -59,7 +59,7 @@ async def test_filters_order_and_pages(database: Database):
     assert await names(lists, sort="spend", descending=True) == ["initech", "globex", "acme", "hooli"]
     nearly = [("acme", BudgetUse("month", 80, 100)), ("globex", BudgetUse("30 days", 500, 1000))]
     assert await lists.over_budget(0.5, 6) == nearly
-    for which, expected in (
+    for criteria, expected in (
         (TenantFilter(plan="pro"), ["acme", "hooli"]),
         (TenantFilter(plan=""), ["globex", "initech"]),
         (TenantFilter(tag="eu"), ["acme"]),
@@ -73,8 +73,8 @@ async def test_filters_order_and_pages(database: Database):
         (TenantFilter(q="%"), ["acme"]),
         (TenantFilter(q="i"), ["hooli", "initech"]),
     ):
-        assert await names(lists, which) == expected, which
-        assert (await lists.page(which, limit=1)).total == len(expected)
+        assert await names(lists, criteria) == expected, criteria
+        assert (await lists.page(criteria, limit=1)).total == len(expected)
     for sort in ("name", "spend", "requests", "created"):
         for descending in (False, True):
             walked, after = [], None
@@ -161,8 +161,8 @@ async def test_lists_are_the_same_from_the_sums_for_charts(database: Database):
     async def everything() -> list[Any]:
         lists = TenantLists(database)
         pages = [
-            await lists.page(which, sort=sort, descending=True, limit=4)
-            for which in (TenantFilter(), TenantFilter(over_budget=0.2))
+            await lists.page(criteria, sort=sort, descending=True, limit=4)
+            for criteria in (TenantFilter(), TenantFilter(over_budget=0.2))
             for sort in ("name", "spend", "requests", "forecast")
         ]
         # Forecasts change with the time of day.
@@ -218,8 +218,8 @@ async def test_a_change_of_many_loses_no_other_change_of_the_same_moment(
         await tenants.create(name, {"tags": ("eu",)}, "op")
     read = lists.all
 
-    async def read_then_others_change(which: TenantFilter) -> Any:
-        found = await read(which)
+    async def read_then_others_change(criteria: TenantFilter) -> Any:
+        found = await read(criteria)
         await tenants.update("acme", {"tags": ("eu", "vip")}, "another")
         await tenants.delete("globex", "another", [])
         await tenants.create("globex", {}, "another")
@@ -279,6 +279,6 @@ async def test_the_routes(gateway: Gateway):
     ):
         assert (await gateway.admin.post(path, wrong)).status == 400, wrong
     assert (await acme.post(path, body)).status == 403
-    for which in ({}, {"tag": "nobody's"}):
-        refused = await gateway.admin.post(f"{path}?dry_run=true", {"filter": which, "plan": "nope"})
+    for criteria in ({}, {"tag": "nobody's"}):
+        refused = await gateway.admin.post(f"{path}?dry_run=true", {"filter": criteria, "plan": "nope"})
         assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "unknown_plan", "plan")
