@@ -238,10 +238,10 @@ class Quarantine:
         try:
             while True:
                 try:
-                    await self.read()
+                    if self._shared.is_away or self._shared.is_due or await self._shared.wait():
+                        await self.read()
                     if not self._shared.is_away:
                         self._start_sending()
-                        await self._shared.wait()
                 except Exception:
                     # A bug, or an entry of another release. The next reports are read regardless.
                     log.exception("reports of engines' deaths could not be read; retrying")
@@ -308,6 +308,10 @@ class Quarantine:
                 self._put(report, at)
                 return
             self._unannounced |= {key: entry_id for key in report.suspects if key in self._unannounced}
+            if report.processes:
+                # Some may have started since the last call.
+                started = Report(report.engine, [], [], report.instance, [*self._shared.processes])
+                self._deaths.apply(started, at, self._process)
             if not self._unsent:
                 # It may add reports.
                 await self.read()

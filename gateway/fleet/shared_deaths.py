@@ -7,7 +7,9 @@ so that each knows which ones have not yet reported their tenants.
 import asyncio
 import hashlib
 import logging
+import math
 import os
+import time
 from collections.abc import Awaitable
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ MAX_REPORTS = 1000
 PAGE = 100
 # A process that made no call for this time has ended. A suspended process may still have requests on engines.
 ALIVE_SECONDS = 60
+# Longest pause between two calls that show that the process is alive, and read which others are.
+DUE_SECONDS = 5.0
 # Engine of a process's last report.
 NO_ENGINE = ""
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
@@ -109,6 +113,12 @@ class SharedDeaths:
         self._outage = Outage(log, "sharing the deaths of engines")
         self._reading = asyncio.Lock()
         self.is_away = False
+        self._called_at = -math.inf
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether this process must show again that it is alive."""
+        return time.monotonic() > self._called_at + DUE_SECONDS
 
     async def add(self, report: Report, seconds: float) -> tuple[int, ...] | None:
         """Share a report, and return its entry's id. The stream is deleted `seconds` after its last report.
@@ -156,6 +166,7 @@ class SharedDeaths:
             return True
 
     async def _call(self, script: Any, arguments: list[Any]) -> Any:
+        self._called_at = time.monotonic()
         keys, caller = [self._key, self._alive], [self.process, ALIVE_SECONDS]
         return await self._answer(script(keys=keys, args=caller + arguments), CALL_SECONDS)
 

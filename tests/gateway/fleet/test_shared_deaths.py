@@ -77,6 +77,18 @@ async def test_tenants_are_unknown_until_each_process_has_answered(any_redis: An
         assert processes.counted == ["request"]
 
 
+async def test_a_process_that_has_just_started_is_waited_for(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one:
+        await one.read()
+        await SharedDeaths(any_redis, processes._deployment).read()
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+        assert not is_quarantined(one)
+        assert [death.tenants for death in one._deaths.recent()] == [{"a", "?"}, {"a", "?"}]
+
+
 async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True):
