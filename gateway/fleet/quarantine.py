@@ -177,10 +177,10 @@ class Quarantine:
     def _note_on(self, engine: EngineRecord, tenants: set[str], names: Sequence[Names]) -> None:
         if (engine.foreign_load or engine.last_foreign_load) and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
-        processes = {self._process}
+        processes = list[str]()
         if self._shared is not None and not self._shared.is_away and not self.is_alone(engine):
-            processes |= self._shared.processes
-        report = Report(engine.url, [*tenants], [], engine.state.instance, [*processes])
+            processes += self._shared.processes
+        report = Report(engine.url, [*tenants], [], engine.state.instance, processes)
         self._note(report, names, self._clock())
 
     def _note(self, report: Report, names: Sequence[Names], at: float) -> None:
