@@ -273,12 +273,12 @@ class Quarantine:
                 del self._unannounced[key]
 
     def _answer(self, death: Death) -> None:
-        """Report this process's requests on an engine for another's report, even if there are none.
+        """Report this process's requests on an engine for another's report, or that it has none if that is awaited.
 
         A request among them may be the cause. A death that has their tenants already was reported with them.
         """
         tenants, names = self._left_on(death.engine, death.instance)
-        if names or not tenants <= death.reported or self._process not in death.answered:
+        if names or not tenants <= death.reported or self._process in death.processes - death.answered:
             self._note(Report(death.engine, [*tenants], [], death.instance), names, death.at)
 
     def _put(self, report: Report, at: float) -> None:

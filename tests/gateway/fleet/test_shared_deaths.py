@@ -89,6 +89,25 @@ async def test_a_process_that_has_just_started_is_waited_for(any_redis: Any):
         assert [death.tenants for death in one._deaths.recent()] == [{"a", "?"}, {"a", "?"}]
 
 
+async def test_a_process_answers_no_deaths_before_its_start(any_redis: Any):
+    """Their answers would push the reports themselves out of the stream."""
+    processes = Processes(any_redis)
+    async with processes.one() as one:
+        await processes.die(one, "http://one:1", instance="first")
+        assert one._shared is not None
+        reports = await any_redis.xlen(one._shared._key)
+        async with processes.one() as late:
+
+            async def knows() -> bool:
+                return bool(late._deaths.recent())
+
+            await until(knows)
+            await late.reported()
+            assert late._unsent == {}
+            assert await any_redis.xlen(one._shared._key) == reports
+            assert late._deaths.recent()[0].is_complete
+
+
 async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True):
