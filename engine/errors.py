@@ -36,7 +36,7 @@ class QueueFull(EngineUnavailable):
 class TenantQueueFull(QueueFull):
     """The tenant uses all of its own share of the engine, which still serves other tenants.
 
-    param: the field of the structured output form that is not compiled, None if the request needs another share.
+    param: the request's field whose grammar is not compiled, None if the request needs another share.
     """
 
     def __init__(self, message: str, retry_after: int | None = None, param: str | None = None) -> None:

@@ -205,7 +205,7 @@ async def send_parts(attacker: Attacker) -> None:
     async def overlap(index: int) -> None:
         """Send one part three times at once, then a false one. Complete uploads that lack parts or are no archives.
 
-        Only a single one of the three may count.
+        At most one of the three counts.
         """
         while attacker.going:
             upload = await begin(f"overlap-{index}", len(content), whole)

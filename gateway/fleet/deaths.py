@@ -15,8 +15,8 @@ import msgspec
 from gateway.fleet.shared_deaths import Report, Suspect
 
 TENANT = "tenant"
-# Deaths until a request, or an adapter with any requests, is quarantined. All requests of a tenant are after that many
-# deaths by its requests and adapters in quarantine without any other tenant's requests on the engine.
+# Deaths until a request, or an adapter with any requests, is quarantined. The last number is the deaths by a tenant's
+# requests and adapters in quarantine, without any other tenant's requests there, until all of its requests are refused.
 LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
 # Broken connections to an engine within this time (seconds) count as a single death. A process that stood still notices
 # a death later: its first report joins it if the engine's instance is the same, or within LATE_SECONDS if that is
@@ -64,7 +64,7 @@ class Death(msgspec.Struct, eq=False):
 
 
 class Suspicion(NamedTuple):
-    """Suspicion against a request. others: the tenants with requests at each of its deaths. deaths: their number."""
+    """Suspicion against a request. others: the tenants with requests at each of its deaths. deaths: how many count."""
 
     others: set[str]
     deaths: int
@@ -91,6 +91,8 @@ class Deaths:
     def apply(self, report: Report, at: float, process: str) -> Death:
         """Add a process's report, and return its death. at: the death's time on this process's clock."""
         death = self._find(report, at, process)
+        # Later reports of the process that was late are of the same time.
+        death.at = min(death.at, at)
         death.answered.add(process)
         death.processes.update(each for each in report.processes if each not in self._ended)
         death.reported.update(report.tenants)
@@ -120,8 +122,9 @@ class Deaths:
         recent = death.at - self.seconds
         for key in suspects:
             deaths = [known for known in self._of.pop(key, []) if known.at > recent and known is not death]
-            # The newest last, so that the oldest is forgotten first.
-            self._of[key] = [*deaths, death]
+            # The newest death is the last, though reports may arrive late. The suspect is put last, so that the oldest
+            # is forgotten first.
+            self._of[key] = sorted([*deaths, death], key=lambda each: each.at)
             if len(self._of[key]) >= LIMITS.get(key.kind, math.inf):
                 self._candidates[key.tenant_id].add(key)
             else:

@@ -84,7 +84,7 @@ class Quarantine:
         clock: Callable[[], float] = time.monotonic,
         report_left: Callable[[str, str | None], tuple[set[str], list[Names]]] = lambda url, instance: (set(), []),
     ) -> None:
-        self._left_on = report_left
+        self._report_left = report_left
         self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
         self._names = RequestNames(secret)
         self._shared = shared
@@ -99,8 +99,8 @@ class Quarantine:
         self._was_read = asyncio.Event()
         # Deaths that wait for names.
         self._late: set[asyncio.Task[None]] = set()
-        # Reports by engine and instance, each with its death's time.
-        self._unsent: dict[tuple[str, str | None], tuple[Report, float]] = {}
+        # Reports by engine, instance and time of the death.
+        self._unsent: dict[tuple[str, str | None, float], Report] = {}
         self._sending: asyncio.Task[None] | None = None
 
     async def check(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
@@ -175,10 +175,12 @@ class Quarantine:
             self._note_on(engine, tenants, names)
 
     def _note_on(self, engine: EngineRecord, tenants: set[str], names: Sequence[Names]) -> None:
-        if (engine.foreign_load or engine.last_foreign_load) and (self._shared is None or self._shared.is_away):
+        has_others = bool(engine.foreign_load or engine.last_foreign_load)
+        if has_others and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
         processes = list[str]()
-        if self._shared is not None and not self._shared.is_away and not self.is_alone(engine):
+        # A kept engine that is the only one serves other processes' requests too.
+        if self._shared is not None and not self._shared.is_away and (has_others or not self.is_alone(engine)):
             processes += self._shared.processes
         report = Report(engine.url, [*tenants], [], engine.state.instance, processes)
         self._note(report, names, self._clock())
@@ -189,7 +191,7 @@ class Quarantine:
         found = dict.fromkeys(suspect for each in names if each not in late for suspect in computed(each))
         report.suspects = [*found]
         death = self._deaths.apply(report, at, self._process)
-        self._share(report, at)
+        self._share(report, death.at)
         for each in late:
             task = asyncio.create_task(self._note_late(death, each))
             self._late.add(task)
@@ -224,7 +226,7 @@ class Quarantine:
                     await asyncio.wait(self._late)
                 if self._sending is not None:
                     await asyncio.shield(self._sending)
-                while not all(death.is_complete for death in self._deaths.recent(ONE_DEATH_SECONDS)):
+                while not all(death.processes <= death.answered for death in self._deaths.recent(ONE_DEATH_SECONDS)):
                     self._was_read.clear()
                     await self._was_read.wait()
 
@@ -277,18 +279,17 @@ class Quarantine:
 
         A request among them may be the cause. A death that has their tenants already was reported with them.
         """
-        tenants, names = self._left_on(death.engine, death.instance)
+        tenants, names = self._report_left(death.engine, death.instance)
         if names or not tenants <= death.reported or self._process in death.processes - death.answered:
             self._note(Report(death.engine, [*tenants], [], death.instance), names, death.at)
 
     def _put(self, report: Report, at: float) -> None:
         """Add to the unsent report of a death. All requests that break at once go into a single message."""
-        key = report.engine, report.instance
-        unsent, first = self._unsent.get(key, (Report(report.engine, [], [], report.instance), at))
+        key = report.engine, report.instance, at
+        unsent = self._unsent.setdefault(key, Report(report.engine, [], [], report.instance))
         unsent.tenants = [*{*unsent.tenants, *report.tenants}]
         unsent.suspects = [*{*unsent.suspects, *report.suspects}]
         unsent.processes = [*{*unsent.processes, *report.processes}]
-        self._unsent[key] = unsent, min(first, at)
 
     def _start_sending(self) -> None:
         if self._unsent and (self._sending is None or self._sending.done()):
@@ -300,7 +301,7 @@ class Quarantine:
         # Requests that break in the same iteration of the event loop are added first.
         await asyncio.sleep(0)
         while self._unsent:
-            _, (report, at) = self._unsent.popitem()
+            (*_, at), report = self._unsent.popitem()
             report.age = self._clock() - at
             if report.age > self._deaths.seconds:
                 continue
@@ -323,7 +324,9 @@ class Quarantine:
         found = [key for key in self._unannounced if self._deaths.causes_of(key)]
         for key in found:
             del self._unannounced[key]
-        for key in dict.fromkeys([*found, *(Suspect(TENANT, each.tenant_id, "") for each in found)]):
+        # A tenant's last death may be complete only after its last request's quarantine is announced.
+        tenants = dict.fromkeys(each.tenant_id for each in (*found, *self._announced))
+        for key in [*found, *(Suspect(TENANT, each, "") for each in tenants)]:
             if key not in self._announced and (deaths := self._deaths.causes_of(key)):
                 self._announced.add(key)
                 self._count(key.kind)

@@ -28,11 +28,12 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
-# A process that made no call for this time has ended. A suspended process may still have requests on engines.
+# A process counts as ended after this time without a call. It is long, because a suspended process may still have
+# requests on engines.
 ALIVE_SECONDS = 60
 # Longest pause between two calls that show that the process is alive, and read which others are.
 DUE_SECONDS = 5.0
-# Engine of a process's last report.
+# Stands for the engine in a process's last report, which says only that the process has ended.
 NO_ENGINE = ""
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
 # which is the clock of the stream's ids.
@@ -64,7 +65,11 @@ return {redis.call('ZRANGE', KEYS[2], 0, -1), now, found and found[1][2] or {}}
 
 
 class Suspect(NamedTuple):
-    """A tenant's request by its HMAC, or a tenant's adapter by its digest. kind: "request", "adapter" or "probe"."""
+    """Something of a tenant that may be the cause of a death.
+
+    kind: "request" (mark: its HMAC), "adapter" or "probe" (mark: the adapter's name in the quarantine), or "tenant"
+    (all its requests; mark: "").
+    """
 
     kind: str
     tenant_id: str

@@ -80,6 +80,12 @@ def test_a_late_report_is_of_the_same_death_if_its_instance_shows_that(
     assert len(deaths.recent()) == (2 if is_same else 3), "a process reports each death once"
 
 
+def test_a_quarantine_lasts_from_the_newest_death_though_an_older_one_is_reported_last(deaths: Deaths, clock: Clock):
+    for engine, age in (("e1", 100.0), ("e2", 10.0), ("e1", 100.0)):
+        deaths.apply(Report(engine, ["v"], [REQUEST], engine, []), clock() - age, "one")
+    assert [death.at for death in deaths.causes_of(REQUEST)] == [clock() - 100.0, clock() - 10.0]
+
+
 def test_a_process_that_has_ended_has_reported_all(deaths: Deaths, clock: Clock):
     for number in range(2):
         clock.now += 10.0

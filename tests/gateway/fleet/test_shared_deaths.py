@@ -11,7 +11,7 @@ from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.shared_deaths import Report, SharedDeaths
 from testing.gateway.running import until
-from tests.gateway.fleet.test_quarantine import BODY, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
 
@@ -108,6 +108,47 @@ async def test_a_process_answers_no_deaths_before_its_start(any_redis: Any):
             assert late._deaths.recent()[0].is_complete
 
 
+async def test_a_tenants_quarantine_is_counted_after_the_last_answer(any_redis: Any):
+    """The last request's quarantine is announced before; its own death is not complete then."""
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(stands_still=True) as still:
+        for number in range(4):
+            processes.clock.now += 10.0
+            await processes.die(one, f"http://e{number}:1", prompt=f"{number // 2}")
+            if number != 3:
+                await still.read()
+                await still.reported()
+                await one.read()
+        assert processes.counted == ["request", "request"]
+        await still.read()
+
+        async def is_counted() -> bool:
+            return processes.counted == ["request", "request", "tenant"]
+
+        await until(is_counted)
+
+
+async def test_reports_that_wait_for_redis_stay_deaths_of_their_own(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        assert one._shared is not None
+        add = one._shared.add
+
+        async def fail(report: Report, seconds: float) -> tuple[int, ...] | None:
+            return None
+
+        monkeypatch.setattr(one._shared, "add", fail)
+        for _ in range(2):
+            processes.clock.now += 30.0
+            await processes.die(one, "http://one:1")
+        monkeypatch.setattr(one._shared, "add", add)
+
+        async def are_known() -> bool:
+            return len(two._deaths.recent()) == 2
+
+        await until(are_known)
+
+
 async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True):
@@ -118,6 +159,9 @@ async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
         one.is_alone = lambda engine: engine.url == "http://kept:1"
         processes.clock.now += ONE_DEATH_SECONDS
         await processes.die(one, "http://kept:1")
+        assert not is_quarantined(one), "the engine's own report has another process's request"
+        processes.clock.now += ONE_DEATH_SECONDS
+        one.died(engine("http://kept:1", a=1), "a", (), NamedBody(BODY))
         assert is_quarantined(one)
 
 
