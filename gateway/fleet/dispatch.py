@@ -144,7 +144,7 @@ class Fleet:
         await self._quarantine.check(tenant_id, model.suspects, body)
 
     @asynccontextmanager
-    async def open(self, call: Call, attempt_log: AttemptLog) -> AsyncIterator[Answering]:
+    async def open(self, call: Call, record: AttemptLog) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant, gate = call.tenant, self._gates.of(call.model.base)
         place = Place(
@@ -152,7 +152,7 @@ class Fleet:
             tenant.weight,
             tenant.priority,
             call.prompt_tokens,
-            lambda: attempt_log.completion_tokens,
+            lambda: record.completion_tokens,
             tenant.name,
         )
         if call.model.digest is not None and call.engine is None:
@@ -167,9 +167,9 @@ class Fleet:
             except Overloaded as error:
                 raise EngineRefused(error) from error
             finally:
-                attempt_log.queued(time.monotonic() - place.arrived)
+                record.queued(time.monotonic() - place.arrived)
             try:
-                engine, response, in_flight = await self._begin(call, attempt_log, place, held)
+                engine, response, in_flight = await self._begin(call, record, place, held)
             except EngineRefused as refused:
                 if type(refused.error) is not NoEngine or call.engine is not None:
                     raise
@@ -182,7 +182,7 @@ class Fleet:
             check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
             yield Answering(engine, response, release, in_flight.end, check_cut_off)
 
-    async def _begin(self, call: Call, attempt_log: AttemptLog, place: Place, held: AsyncExitStack) -> Begun:
+    async def _begin(self, call: Call, record: AttemptLog, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
 
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
@@ -194,7 +194,7 @@ class Fleet:
                 while True:
                     await self._check_again(call)
                     async with AsyncExitStack() as attempt:
-                        begun = await self._next(call, attempt_log, place, tries, attempt, limit)
+                        begun = await self._next(call, record, place, tries, attempt, limit)
                         if begun is not None:
                             held.push_async_exit(attempt.pop_all())
                             return begun
@@ -203,13 +203,7 @@ class Fleet:
             raise EngineRefused(late) from None
 
     async def _next(
-        self,
-        call: Call,
-        attempt_log: AttemptLog,
-        place: Place,
-        tries: _Tries,
-        held: AsyncExitStack,
-        limit: asyncio.Timeout,
+        self, call: Call, record: AttemptLog, place: Place, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
     ) -> Begun | None:
         """Send the request to the next engine. Returns None if another try is needed. Raises EngineRefused."""
         engine = await self._next_engine(call, tries, place, held)
@@ -218,9 +212,9 @@ class Fleet:
         tries.engines.append(engine)
         if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
             await call.hold.cover_all()
-        attempt_log.sent(engine, call.prompt_tokens)
+        record.sent(engine, call.prompt_tokens)
         place.count_service = partial(self._service.served, engine, call.tenant.id)
-        begun = await self._try(engine, call, attempt_log, tries, held, limit)
+        begun = await self._try(engine, call, record, tries, held, limit)
         if begun is not None:
             if tries.was_suspected:
                 held.push_async_callback(self._clear, call, begun[2])
@@ -355,7 +349,7 @@ class Fleet:
         self,
         engine: EngineRecord,
         call: Call,
-        attempt_log: AttemptLog,
+        record: AttemptLog,
         tries: _Tries,
         held: AsyncExitStack,
         limit: asyncio.Timeout,
@@ -366,9 +360,9 @@ class Fleet:
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
-                attempt_log.unsent()
+                record.unsent()
                 return None
-            attempt_log.lost()
+            record.lost()
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
@@ -376,7 +370,7 @@ class Fleet:
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
-            attempt_log.unsent()
+            record.unsent()
             engine.mark_down("it refused a request, because it accepts none at present")
         except EngineRefused as error:
             has_failed = isinstance(error.error, UpstreamFailed)
@@ -384,7 +378,7 @@ class Fleet:
             if (has_failed and tries.are_enough) or not error.may_succeed_elsewhere:
                 raise
             if error.unserved:
-                attempt_log.unsent()
+                record.unsent()
                 tries.unserving.add(engine.address.traits.name)
             tries.refusal = error
         else:
