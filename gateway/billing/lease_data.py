@@ -1,7 +1,7 @@
 """Data in a request's lease, with which another gateway settles the request if this one dies.
 
-The gateways of a deployment may be of two releases. A gateway refuses to settle a note with an unknown field, so newer
-fields are in `weights`, whose unknown fields every release ignores.
+The gateways of a deployment may be of two releases. A gateway refuses to settle a lease whose data has an
+unknown field, so newer fields are in `weights`, whose unknown fields every release ignores.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from gateway.records.money.prices import Price
 
 
 class LeaseWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
-    """Weights in the token rates, with the note's newer fields.
+    """Weights in the token rates, with the newer fields of a lease's data.
 
     version: the adapter's version. parts: name and version of each part of a mixture. end_user, base: as in the usage
     row.
@@ -58,12 +58,12 @@ def lease_data(
     }
 
 
-def lease_weights(note: dict[str, Any]) -> LeaseWeights:
-    """Return the weights and newer fields of a note."""
-    return msgspec.convert(note.get("weights", {}), LeaseWeights)
+def lease_weights(data: dict[str, Any]) -> LeaseWeights:
+    """Return the weights and the newer fields of a lease's data."""
+    return msgspec.convert(data.get("weights", {}), LeaseWeights)
 
 
-def leased_versions(note: dict[str, Any]) -> tuple[tuple[str, int], ...]:
-    """Return the adapters' versions that the request of a note uses, each with its name."""
-    noted = lease_weights(note)
-    return noted.parts if noted.version is None else ((note["model"], noted.version),)
+def leased_versions(data: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Return the adapters' versions that a lease's request uses, each with its name."""
+    weights = lease_weights(data)
+    return weights.parts if weights.version is None else ((data["model"], weights.version),)

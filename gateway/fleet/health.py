@@ -47,7 +47,8 @@ class Condition:
     def may_come_back(self) -> bool:
         """Return whether the engine may soon serve requests again without an operator.
 
-        An engine that is up may have an open circuit breaker. After COMES_BACK_SECONDS, another one never returns.
+        An engine that is up counts too, because its circuit breaker may be open. Any other engine counts until its
+        health has not changed for COMES_BACK_SECONDS.
         """
         if self.health in (Health.MISCONFIGURED, Health.ASLEEP):
             return False

@@ -170,6 +170,24 @@ async def mortal_fleet(number: int, folder: Path, model_dir: Path, redis_url: st
         yield gateway, fleet
 
 
+@asynccontextmanager
+async def asking(client: Any, lanes: int, fleet: list[Mortal]) -> AsyncIterator[list[int]]:
+    """Send requests on several lanes until the block ends. It begins when each engine has one. Yield the statuses."""
+    statuses: list[int] = []
+    goes_on = True
+
+    async def ask(lane: int) -> None:
+        while goes_on:
+            body = {"prompt": f"{lane} {len(statuses)}", "x_engine": {"tokens": 4, "delay": 0.05}}
+            statuses.append((await client.complete(max_tokens=4, **body)).status)
+
+    tasks = [asyncio.create_task(ask(lane)) for lane in range(lanes)]
+    await becomes(lambda: all(each._active for each in fleet))
+    yield statuses
+    goes_on = False
+    await asyncio.gather(*tasks)
+
+
 @pytest.mark.usefixtures("quick")
 async def test_a_request_that_kills_engines_beside_others_is_found_and_the_others_are_served(
     tmp_path: Path, model_dir: Path, redis_url: str
@@ -177,31 +195,14 @@ async def test_a_request_that_kills_engines_beside_others_is_found_and_the_other
     """The neighbour has requests on each engine at all times: some of them were on two engines that died."""
     async with mortal_fleet(3, tmp_path, model_dir, redis_url) as (gateway, fleet):
         acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
-        answers: list[int] = []
-        goes_on = True
-
-        async def ask(lane: int) -> None:
-            number = 0
-            while goes_on:
-                number += 1
-                body = {"prompt": f"{lane} {number}", "x_engine": {"tokens": 4, "delay": 0.05}}
-                answers.append((await other.complete(max_tokens=4, **body)).status)
-
-        asking = [asyncio.create_task(ask(lane)) for lane in range(9)]
-
-        async def is_busy() -> bool:
-            return all(each._active for each in fleet)
-
-        await until(is_busy)
-        statuses = []
-        while not statuses or statuses[-1] != 422:
-            statuses.append((await acme.complete(prompt=POISON)).status)
-            assert len(statuses) < 4, statuses
-        assert sum(each.deaths for each in fleet) == 3
-        served = len(answers)
-        await becomes(lambda: len(answers) > served + 9)
-        goes_on = False
-        await asyncio.gather(*asking)
+        async with asking(other, 9, fleet) as answers:
+            statuses = []
+            while not statuses or statuses[-1] != 422:
+                statuses.append((await acme.complete(prompt=POISON)).status)
+                assert len(statuses) < 4, statuses
+            assert sum(each.deaths for each in fleet) == 3
+            served = len(answers)
+            await becomes(lambda: len(answers) > served + 9)
         assert set(answers) == {200}
         assert (await acme.complete(prompt="another")).status == 200
 
@@ -212,13 +213,6 @@ async def test_a_tenant_with_several_requests_that_kill_engines_is_refused(
 ):
     async with mortal_fleet(3, tmp_path, model_dir, redis_url) as (gateway, fleet):
         acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
-        statuses: list[int] = []
-        goes_on = True
-
-        async def ask(lane: int) -> None:
-            while goes_on:
-                body = {"prompt": f"{lane} {len(statuses)}", "x_engine": {"tokens": 4, "delay": 0.05}}
-                statuses.append((await other.complete(max_tokens=4, **body)).status)
 
         async def kill(number: int) -> None:
             codes: list[str] = []
@@ -227,20 +221,17 @@ async def test_a_tenant_with_several_requests_that_kill_engines_is_refused(
                 codes.append(got.error["code"])
                 await asyncio.sleep(0.05)
 
-        asking = [asyncio.create_task(ask(lane)) for lane in range(6)]
-        await becomes(lambda: all(each._active for each in fleet))
-        async with asyncio.timeout(100.0):
-            await asyncio.gather(*(kill(number) for number in range(8)))
-        # Each has at most two deaths beside others. Those on the kept engine show the causes.
-        deaths = sum(each.deaths for each in fleet)
-        assert deaths <= 2 * 8 + LIMITS[TENANT]
-        assert (await acme.complete(prompt="another")).error["code"] == "tenant_quarantined"
-        assert (await acme.complete(prompt=POISON)).error["code"] == "tenant_quarantined"
-        assert sum(each.deaths for each in fleet) == deaths
-        served = statuses.count(200)
-        await becomes(lambda: statuses.count(200) > served + 9)
-        goes_on = False
-        await asyncio.gather(*asking)
+        async with asking(other, 6, fleet) as statuses:
+            async with asyncio.timeout(100.0):
+                await asyncio.gather(*(kill(number) for number in range(8)))
+            # Each has at most two deaths beside others. Those on the kept engine show the causes.
+            deaths = sum(each.deaths for each in fleet)
+            assert deaths <= 2 * 8 + LIMITS[TENANT]
+            assert (await acme.complete(prompt="another")).error["code"] == "tenant_quarantined"
+            assert (await acme.complete(prompt=POISON)).error["code"] == "tenant_quarantined"
+            assert sum(each.deaths for each in fleet) == deaths
+            served = statuses.count(200)
+            await becomes(lambda: statuses.count(200) > served + 9)
         metrics = (await gateway.admin.get("/metrics")).body.decode()
         assert 'loraplex_gateway_quarantined_total{kind="tenant"} 1.0' in metrics
 
