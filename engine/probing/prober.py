@@ -1,9 +1,10 @@
 """Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
-prompt. The scheduler charges the tenant, and the device pool evicts by its usual rules. A single probe runs at a time,
-with a pause after each of its jobs (`answering/pauses.py`): the load, and each pass over a prompt. So a request is
-delayed by one job at most, and many probes delay streams little; the tenants' probes take turns. Independent of HTTP.
+prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
+runs at a time, with a pause after each of its jobs (`answering/pauses.py`): the load, and each pass over a prompt. So a
+request is delayed by one job at most, and many probes delay streams little; the tenants' probes take turns. Independent
+of HTTP.
 """
 
 import asyncio
