@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from adapters.checkpoint import CONFIG_NAME, DTYPE_BYTES, WEIGHTS_NAME, LoraModuleInfo, TensorSpan, read_headers
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, LoraModuleInfo, TensorSpan, read_headers
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError
+from adapters.safetensors_header import DTYPE_BYTES
 
 Modules = Mapping[tuple[int, str], LoraModuleInfo]
 

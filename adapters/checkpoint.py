@@ -1,6 +1,6 @@
 """A LoRA adapter folder as PEFT saves it, checked by header and content, and named by its digest.
 
-Reads safetensors with json and struct, so that the gateway checks uploads without torch. Never unpickles.
+Imports no torch, because the gateway checks uploads. Never unpickles.
 
 The digest is the SHA-256 of everything that affects the result: the invocation tokens of an activated LoRA, for each
 module in order its rank and scale, and the dtypes, shapes and bytes of its two tensors. It does not depend on the order
@@ -8,11 +8,9 @@ of tensors in the file, the order of keys in the config, or fields that only des
 """
 
 import hashlib
-import json
 import math
 import os
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +28,13 @@ from adapters.manifest import (
     parse_manifest,
     quoted,
 )
+from adapters.safetensors_header import DTYPE_BYTES, HeaderError, JsonError, are_sizes, parse_json, read_header
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
-# The widths of `kernels.dtypes.FILE_DTYPES`, without torch: the gateway reads headers too.
-DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# Dtypes of an adapter's tensors: those of `kernels.dtypes.FILE_DTYPES`, without torch.
+DTYPES = ("F32", "F16", "BF16")
 
 _MAX_CONFIG_BYTES = 1 << 20
 # The header of 126 layers of 7 modules with long names is 300 KB; parsing 2 MiB of JSON takes about 50 MB of memory.
@@ -182,7 +181,7 @@ def read_headers(folder: Path) -> tuple[AdapterManifest, dict[tuple[int, str], L
     check_files(folder)
     manifest = parse_manifest(_parse_json((folder / CONFIG_NAME).read_bytes(), CONFIG_NAME))
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        spans = _read_header(file)
+        spans = _read_spans(file)
     copies = {match["name"]: span for span in spans if (match := _BASE_COPY.fullmatch(span.name))}
     modules = _pair([span for span in spans if span not in copies.values()], manifest)
     return manifest, modules, copies
@@ -203,70 +202,29 @@ def check_files(folder: Path) -> None:
 
 
 def _parse_json(raw: bytes, name: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise AdapterError(name, f"the key {quoted(twice)} appears twice")
-        return result
-
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except AdapterError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(name, f"is not valid JSON: {error}") from None
+        return parse_json(raw)
+    except JsonError as error:
+        raise AdapterError(name, str(error)) from None
 
 
-def _read_header(file: BinaryIO) -> list[TensorSpan]:
-    """Return all tensors of a safetensors file; check dtypes, sizes and offsets against the file."""
-    size, start = os.fstat(file.fileno()).st_size, file.read(8)
-    if not size:
-        raise AdapterError(WEIGHTS_NAME, "the file is empty")
-    if len(start) < 8:
-        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: too short")
-    (length,) = struct.unpack("<Q", start)
-    if length > min(_MAX_HEADER_BYTES, size - 8):
-        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is longer than the file or than 2 MiB")
-    header = _parse_json(file.read(length), WEIGHTS_NAME)
-    if not isinstance(header, dict):
-        raise AdapterError(WEIGHTS_NAME, "is not a safetensors file: its header is not an object")
-    header.pop("__metadata__", None)
-    begin = 8 + length
-    spans = sorted((_span(name, entry, begin) for name, entry in header.items()), key=lambda s: (s.start, s.end))
-    position = begin
-    for span in spans:
-        if span.start != position:
-            raise AdapterError(span.name, "its data overlaps another tensor's or leaves a gap")
-        position = span.end
-    if position != size:
-        raise AdapterError(WEIGHTS_NAME, f"its tensors end at byte {position}, the file at {size}; is it cut off?")
-    return spans
+def _read_spans(file: BinaryIO) -> list[TensorSpan]:
+    """Return all tensors of an adapter's file. Raises AdapterError."""
+    try:
+        entries = read_header(file, os.fstat(file.fileno()).st_size, _MAX_HEADER_BYTES, _check_tensor)
+    except HeaderError as error:
+        raise AdapterError(error.tensor or WEIGHTS_NAME, error.problem) from None
+    return [TensorSpan(e.name, e.dtype, (e.shape[0], e.shape[1]), e.start, e.end) for e in entries]
 
 
-def _span(name: str, entry: Any, begin: int) -> TensorSpan:
+def _check_tensor(name: str, dtype: Any, shape: Any) -> None:
     for config_field, tensor in _TURNED_ON.items():
         if tensor.fullmatch(name):
             raise AdapterError(name, REFUSED[config_field])
-    if not isinstance(entry, dict):
-        raise AdapterError(name, "expected an object with dtype, shape and data_offsets")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise AdapterError(name, f"expected dtype {', '.join(DTYPE_BYTES)}, got {quoted(dtype)}")
-    if not _sizes(shape) or 0 in shape:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise AdapterError(name, f"expected dtype {', '.join(DTYPES)}, got {quoted(dtype)}")
+    if not are_sizes(shape) or len(shape) != 2 or 0 in shape:
         raise AdapterError(name, f"expected two dimensions of at least 1, got {quoted(shape)}")
-    if not _sizes(offsets) or offsets[1] - offsets[0] != math.prod(shape) * DTYPE_BYTES[dtype]:
-        raise AdapterError(name, f"its data_offsets {quoted(offsets)} do not fit shape {shape} in {dtype}")
-    return TensorSpan(name, dtype, (shape[0], shape[1]), begin + offsets[0], begin + offsets[1])
-
-
-def _sizes(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 2 and all(type(item) is int and 0 <= item < 1 << 48 for item in value)
-    )
 
 
 def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int, str], LoraModuleInfo]:

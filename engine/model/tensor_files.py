@@ -5,19 +5,18 @@ is never in memory twice: not as file pages beside tensors, and not as a whole i
 infinite are refused where they are read. Errors about a tensor are `FILE: tensor NAME: problem`.
 """
 
-import json
 import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from adapters.safetensors_header import Entry, HeaderError, read_header
 from kernels.dtypes import FILE_DTYPES, RAW_DTYPES
 from kernels.weights import LinearWeights
 from wire.errors import ConfigError
@@ -25,19 +24,6 @@ from wire.errors import ConfigError
 CHUNK_BYTES = 32 << 20
 NOT_FINITE = "holds NaN or infinity"
 _MAX_HEADER_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in its file. name, dtype: the file's and the format's own. start, num_bytes: place in the file, in
-    bytes.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    start: int
-    num_bytes: int
 
 
 class WeightsFile(Protocol):
@@ -84,14 +70,6 @@ def is_finite(values: Tensor) -> bool:
     if values.dtype == torch.float8_e4m3fn:  # it has no infinity; its NaNs are the bytes 0x7f and 0xff
         return bool(values.view(torch.int8).max() < 0x7F and values.view(torch.uint8).max() < 0xFF)
     return not values.is_floating_point() or all(math.isfinite(end) for end in torch.aminmax(values))
-
-
-def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
-    """Raise ConfigError if a tensor ends beyond the file's `size` bytes."""
-    ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
-    for name, end in ends.items():
-        if end > size:
-            raise damaged(path, f"tensor {name}: ends beyond the end of the file: {size} bytes of {max(ends.values())}")
 
 
 class MappedFile:
@@ -180,29 +158,10 @@ class SafetensorsFile:
         return served[entry.dtype]
 
     def _read_header(self) -> dict[str, Entry]:
-        data, path = self._file.data, self._file.path
-        length = int.from_bytes(data[:8], "little")
-        # The header is a JSON object. A file that begins otherwise has another format, or has lost its beginning.
-        if len(data) >= 9 and (length > _MAX_HEADER_BYTES or data[8:9] != b"{"):
-            raise damaged(path, "it does not begin like a safetensors file")
-        if len(data) < 9 or length > len(data) - 8:
-            raise damaged(path, f"it ends inside its header, after {len(data)} bytes")
+        path, data = self._file.path, self._file.data
         try:
-            header: Any = json.loads(data[8 : 8 + length])
-            header.pop("__metadata__", None)
-            entries = {name: self._entry(name, value, 8 + length) for name, value in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(path, f"its header cannot be read: {error}") from None
-        check_ends(path, len(data), entries)
-        return entries
-
-    @staticmethod
-    def _entry(name: str, value: Any, begin: int) -> Entry:
-        start, end = value["data_offsets"]
-        shape = tuple(value["shape"])
-        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
-            raise ValueError(f"tensor {name}: offsets {start!r}, {end!r} with shape {shape}")
-        dtype = RAW_DTYPES.get(value["dtype"])
-        if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
-            raise ValueError(f"tensor {name}: {end - start} bytes for shape {shape} in {value['dtype']}")
-        return Entry(name, shape, value["dtype"], begin + start, end - start)
+            return {entry.name: entry for entry in read_header(data, len(data), _MAX_HEADER_BYTES)}
+        except HeaderError as error:
+            if error.tensor is not None:
+                raise tensor_error(path, error.tensor, error.problem) from None
+            raise ConfigError("model", f"{path}: {error.problem}") from None

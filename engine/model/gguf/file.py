@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from engine.model.tensor_files import Entry, MappedFile, check_ends, damaged, tensor_error
+from engine.model.tensor_files import Entry, MappedFile, damaged, tensor_error
 from wire.errors import ConfigError
 
 T = TypeVar("T", str, bool, int, float)
@@ -111,8 +111,14 @@ class _Reader:
             if name in tensors:
                 raise ValueError(f"tensor {name}: appears twice")
             tensors[name] = Entry(name, shape, kind, begin + offset, size)
-        check_ends(self._path, len(self._data), tensors)
+        self._check_ends(tensors)
         return metadata, tensors
+
+    def _check_ends(self, tensors: dict[str, Entry]) -> None:
+        size, last = len(self._data), max((entry.end for entry in tensors.values()), default=0)
+        for entry in tensors.values():
+            if entry.end > size:
+                raise ValueError(f"tensor {entry.name}: ends beyond the end of the file: {size} bytes of {last}")
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], str, int, int]:
         name, num_dimensions = self._string(), self._scalar("I")
