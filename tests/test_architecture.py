@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,6 +159,17 @@ def test_the_engine_needs_neither_redis_nor_a_database():
     loaded = front | modules_after("import engine.core.child")
     assert "torch" in loaded
     assert not loaded & {"redis", "sqlalchemy", "alembic"}
+
+
+def test_only_the_conversion_of_the_demo_model_needs_the_packages_of_the_extra_demo():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    demo = {re.split(r"[<>=]", package)[0] for package in extras["demo"]} - {"loraplex[engine,local]"}
+    assert demo == {"accelerate", "transformers"}
+    assert not demo & {re.split(r"[<>=]", package)[0] for package in extras["engine"]}
+    importing = {
+        path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & (demo | {"safetensors"})
+    }
+    assert importing == {ROOT / "loraplex/models.py"}
 
 
 def test_help_is_quick():

@@ -263,7 +263,8 @@ def test_volumes_that_services_write_belong_to_the_images_user():
     assert not mounts["gateway"]["/adapters"].is_read_only
     assert mounts["engine"]["/model"].is_read_only
     assert mounts["gateway"]["/secrets"].is_read_only
-    assert re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE) == ["10001", "10001"]
+    # The image `demo` installs packages on top of the image `engine`.
+    assert re.findall(r"^USER (.*)$", dockerfile, re.MULTILINE) == ["10001", "10001", "root", "10001"]
     assert "useradd --create-home --uid 10001" in dockerfile
     [cache] = re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)
     assert cache in written

@@ -1,4 +1,4 @@
-"""Images built by buildah without a container engine: base, stand-in servers, gateway, engine."""
+"""Images built by buildah without a container engine: base, stand-in servers, gateway, engine, demo."""
 
 import os
 import re
@@ -12,7 +12,8 @@ from pathlib import Path
 from testing.compose import ROOT
 
 BASE = "localhost/loraplex-python:3.11-slim-bookworm"
-SERVERS, GATEWAY, ENGINE = "localhost/loraplex-servers", "localhost/loraplex-gateway", "localhost/loraplex-engine"
+SERVERS, GATEWAY = "localhost/loraplex-servers", "localhost/loraplex-gateway"
+ENGINE, DEMO = "localhost/loraplex-engine", "localhost/loraplex-demo"
 DOCKERFILE = ROOT / "deploy/Dockerfile"
 # Used for torch if the Dockerfile's own index cannot be reached.
 PACKAGE_INDEX = "https://pypi.org/simple"

@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from testing.compose import ROOT, Mount, Service
-from testing.images.build import ENGINE, GATEWAY, SERVERS, Pip, run
+from testing.images.build import DEMO, ENGINE, GATEWAY, SERVERS, Pip, run
 from testing.stack import children
 
-IMAGES = {"gateway": GATEWAY, "engine": ENGINE, None: SERVERS}
+IMAGES = {"gateway": GATEWAY, "engine": ENGINE, "demo": DEMO, None: SERVERS}
 SAMPLE_SECONDS = 0.5
 POLL_SECONDS = 0.5
 

