@@ -24,7 +24,7 @@ from gateway.fleet.candidates import choose_in
 from gateway.fleet.engine import Address, EngineRecord, EngineState, parse_state
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.queue import Capacity, Gate, Place
+from gateway.fleet.queue import Capacity, Place, RequestQueue
 from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_service import SharedService
@@ -153,19 +153,19 @@ def service_reports(part: str, number: int, tenants: int) -> Cost:
 async def admissions(tenants: int, waiting: int) -> list[Cost]:
     """Measure an admission, and an attempt to admit while all places are taken by `tenants` active tenants."""
     counters, capacity = ServiceCounters(), Capacity(10**9, 10**9)
-    gate = Gate(lambda: capacity, counters, waiting + 1, 3600.0)
+    queue = RequestQueue(lambda: capacity, counters, waiting + 1, 3600.0)
     for number in range(tenants):
         counters.enter(f"tenant-{number}", 1.0)
         counters.add_service(f"tenant-{number}", float(number % 100))
 
     async def enter() -> None:
-        async with gate.enter(Place(uuid.uuid4().hex, 1.0, 0, 100)):
+        async with queue.enter(Place(uuid.uuid4().hex, 1.0, 0, 100)):
             pass
 
     found = [await measured_task("admission", f"{tenants:,} tenants active", tenants, enter, 300)]
 
     async def wait(number: int) -> None:
-        async with gate.enter(Place(f"tenant-{number}", 1.0, 0, 100)):
+        async with queue.enter(Place(f"tenant-{number}", 1.0, 0, 100)):
             pass
 
     capacity = Capacity(0, 0)
@@ -173,8 +173,8 @@ async def admissions(tenants: int, waiting: int) -> list[Cost]:
     await asyncio.sleep(0)
     # The engines are full, and no waiting tenant is below its share.
     capacity = Capacity(0, 1)
-    gate._inside.update({f"tenant-{number}": 1 for number in range(tenants)})
-    found.append(measured("attempt to admit", f"{waiting:,} requests wait", waiting, gate.admit))
+    queue._inside.update({f"tenant-{number}": 1 for number in range(tenants)})
+    found.append(measured("attempt to admit", f"{waiting:,} requests wait", waiting, queue.admit))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,10 @@
 """Simulation of a large installation around the gateway's own code, for `benchmarks/scale.py`.
 
-Each simulated gateway process has its own `EngineRecord` of every engine, `Rates`, `Gate` and `ServiceCounters`, and
-chooses engines by `choose_in`, or by `choose` among all engines. `LocalLimits`, the twin of `quota.lua`, stands for
-Redis. A simulated engine runs SLOTS requests, loads one adapter at a time beside them and evicts by `UseCounts`. A
-request takes a place for its time, which follows from its prompt and output, so a simulated engine has no steps. The
-network takes no time. The same seed gives the same result.
-"""
+Each simulated gateway process has its own `EngineRecord` of every engine, `Rates`, `RequestQueue` and
+`ServiceCounters`, and chooses engines by `choose_in`, or by `choose` among all engines. `LocalLimits`, the twin of
+`quota.lua`, stands for Redis. A simulated engine runs SLOTS requests, loads one adapter at a time beside them and
+evicts by `UseCounts`. A request takes a place for its time, which follows from its prompt and output, so a simulated
+engine has no steps. The network takes no time. The same seed gives the same result."""
 
 import asyncio
 import itertools
@@ -23,7 +22,7 @@ from gateway.fleet.base_engines import MAX_AGE, BaseEngines
 from gateway.fleet.candidates import choose_in
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.queue import Gate, Place
+from gateway.fleet.queue import Place, RequestQueue
 from gateway.fleet.routing import Choice, Rates, RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_service import interval
@@ -139,7 +138,7 @@ class Gateway:
         self.numbers = {record: i for i, record in enumerate(self.records)}
         loop = asyncio.get_running_loop()
         self.rates, self.counters = Rates(loop.time), ServiceCounters()
-        self.gate = Gate(lambda: self.fleet.capacity, self.counters, 512, 60.0)
+        self.queue = RequestQueue(lambda: self.fleet.capacity, self.counters, 512, 60.0)
         self._fleet = BaseEngines(self.records, None, loop.time)
         self.in_progress: Counter[str] = Counter()
 
@@ -250,7 +249,7 @@ class Simulation:
         place.deadline = deadline(began, None, 0)
         gateway.rates.count(request.digest)
         try:
-            async with gateway.gate.enter(place):
+            async with gateway.queue.enter(place):
                 first = await self._serve(gateway, request)
             if began > self._scale.warmup and not tenant.startswith(FLOODER):
                 self.result.ttft.append(first - began)
@@ -292,7 +291,7 @@ class Simulation:
                     record.observe_resident(resident)
                     record.foreign_load = engine.inside - record.requests.in_flight
             for gateway in self._gateways:
-                gateway.gate.admit()
+                gateway.queue.admit()
 
     async def _exchange(self) -> None:
         """Exchange the tenants' service between all gateways, as `service_counters.lua` does."""
@@ -300,7 +299,7 @@ class Simulation:
             await asyncio.sleep(interval(max(gateway.counters.number for gateway in self._gateways)))
             sent = []
             for gateway in self._gateways:
-                gateway.gate.count_generated()
+                gateway.queue.count_generated()
                 sent.append(changes := gateway.counters.changes())
                 self.result.active = max(self.result.active, len(changes))
             processes = Counter(change.tenant for changes in sent for change in changes if change.is_active)
@@ -313,7 +312,7 @@ class Simulation:
             for gateway, changes in zip(self._gateways, sent, strict=True):
                 results = [(self._shared[each.tenant], processes[each.tenant]) for each in changes]
                 gateway.counters.exchanged(changes, weight, results)
-                gateway.gate.admit()
+                gateway.queue.admit()
 
 
 LIMITS = (

@@ -371,7 +371,7 @@ def _admin_handlers(
             uploads=resumable,
             report=report,
             registry=serving.registry,
-            gate=serving.gate,
+            queues=serving.queues,
             audit=records.audit,
             currency=records.price_list.currency,
         ),

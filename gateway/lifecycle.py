@@ -125,15 +125,15 @@ class Lifecycle:
         serving, deliveries = self._gateway.serving, self._gateway.deliveries
         await serving.drains.read()
         await serving.registry.poll()
-        watching = serving.registry.watch(serving.gate.admit)
-        sharing = serving.shared_service.watch(serving.gate.count_generated, serving.gate.admit)
+        watching = serving.registry.watch(serving.queues.admit)
+        sharing = serving.shared_service.watch(serving.queues.count_generated, serving.queues.admit)
         async with (
             running(watching),
             running(serving.drains.watch()),
             running(serving.history.watch()),
             running(serving.fairness.watch()),
             running(sharing),
-            running(serving.engine_service.watch(serving.gate.count_generated)),
+            running(serving.engine_service.watch(serving.queues.count_generated)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
             running(serving.kept_engine.watch()),

@@ -11,10 +11,10 @@ from gateway.parts import Billing, Serving
 
 def watch_parts(metrics: Metrics, billing: Billing, serving: Serving, body_memory: BodyMemory) -> None:
     """Let the metrics read the engines, the queue for them, the ledger, the quota and the memory of bodies."""
-    gate, ledger = serving.gate, billing.ledger
+    queues, ledger = serving.queues, billing.ledger
     metrics.watch_engines(lambda: _engine_figures(serving.registry))
-    metrics.watch_queue(lambda: gate.waiting, lambda: gate.longest_wait)
-    gate.observe_wait = metrics.queued
+    metrics.watch_queue(lambda: queues.waiting, lambda: queues.longest_wait)
+    queues.observe_wait = metrics.queued
     metrics.watch_ledger(lambda: ledger.waiting, lambda: ledger.journal_bytes, lambda: ledger.rejected)
     metrics.watch_quota(lambda: not billing.quota.away)
     metrics.watch_bodies(lambda: body_memory.held)

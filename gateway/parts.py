@@ -18,7 +18,7 @@ from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
 from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.attempts import Attempts
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
@@ -121,7 +121,7 @@ class Serving:
     drains: Drains
     history: History
     fairness: Fairness
-    gate: Gates
+    queues: BaseQueues
     shared_service: SharedService
     engine_service: EngineService
     quarantine: Quarantine
@@ -225,7 +225,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     health_checks = HealthChecks(resources.session, kinds, bases, settings.internal_token)
     registry = Registry(Discovery(settings.engine_addresses, announcements), health_checks, timeout)
     counters = ServiceCounters()
-    gate = Gates(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)
+    queues = BaseQueues(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)
     quarantine = Quarantine(
         settings.quarantine_seconds,
         split_peppers(settings.key_pepper)[0].encode(),
@@ -240,7 +240,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
     quarantine.is_alone = isolation.is_alone
     attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)
-    fleet = Fleet(registry, attempts, gate, timeout, isolation, engine_service, prefetch, bases)
+    fleet = Fleet(registry, attempts, queues, timeout, isolation, engine_service, prefetch, bases)
     pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))
     pinning = Pinning(registry.of_base, pinned.get, client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
@@ -255,10 +255,10 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     return Serving(
         announcements=announcements,
         registry=registry,
-        drains=Drains(redis, settings.redis_timeout, registry, gate.admit),
-        history=History(registry, gate),
-        fairness=Fairness(gate, counters, lambda: registry.up),
-        gate=gate,
+        drains=Drains(redis, settings.redis_timeout, registry, queues.admit),
+        history=History(registry, queues),
+        fairness=Fairness(queues, counters, lambda: registry.up),
+        queues=queues,
         shared_service=shared_service,
         engine_service=engine_service,
         quarantine=quarantine,

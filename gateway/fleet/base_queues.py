@@ -5,12 +5,12 @@ All queues share the tenants' counters, so a tenant has one share over all bases
 
 from collections.abc import Callable
 
-from gateway.fleet.queue import Capacity, Gate, Place, TenantPlaces
+from gateway.fleet.queue import Capacity, Place, RequestQueue, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
 
 
-class Gates:
-    """Queues (`Gate`) of the base models, each created by its first request.
+class BaseQueues:
+    """Queues (`RequestQueue`) of the base models, each created by its first request.
 
     capacity: returns the current capacity of the engines of a base model, given its id.
     """
@@ -25,19 +25,19 @@ class Gates:
         self._capacity = capacity
         self._counters = counters
         self._limits = max_waiting, max_seconds
-        self._gates: dict[str, Gate] = {}
-        # Callbacks with the meaning of those of `Gate`.
+        self._queues: dict[str, RequestQueue] = {}
+        # Callbacks with the meaning of those of `RequestQueue`.
         self.observe_wait: Callable[[float], None] = lambda _: None
         self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 
-    def of(self, base: str) -> Gate:
+    def of(self, base: str) -> RequestQueue:
         """Return the queue of a base model. base: its id."""
-        gate = self._gates.get(base)
-        if gate is None:
-            gate = self._gates[base] = Gate(lambda: self._capacity(base), self._counters, *self._limits)
-            gate.observe_wait = self._observe_wait
-            gate.observe_admission = self._observe_admission
-        return gate
+        queue = self._queues.get(base)
+        if queue is None:
+            queue = self._queues[base] = RequestQueue(lambda: self._capacity(base), self._counters, *self._limits)
+            queue.observe_wait = self._observe_wait
+            queue.observe_admission = self._observe_admission
+        return queue
 
     def _observe_wait(self, seconds: float) -> None:
         self.observe_wait(seconds)
@@ -47,36 +47,36 @@ class Gates:
 
     @property
     def inside(self) -> int:
-        return sum(gate.inside for gate in self._gates.values())
+        return sum(queue.inside for queue in self._queues.values())
 
     @property
     def waiting(self) -> int:
-        return sum(gate.waiting for gate in self._gates.values())
+        return sum(queue.waiting for queue in self._queues.values())
 
     @property
     def longest_wait(self) -> float:
         """Return the longest wait of the waiting requests, in seconds."""
-        return max((gate.longest_wait for gate in self._gates.values()), default=0.0)
+        return max((queue.longest_wait for queue in self._queues.values()), default=0.0)
 
     def count_generated(self) -> None:
         """Add the tokens that requests have generated since the last call to their tenants' service."""
-        for gate in self._gates.values():
-            gate.count_generated()
+        for queue in self._queues.values():
+            queue.count_generated()
 
     def admit(self) -> None:
         """Admit as many waiting requests as there is room for."""
-        for gate in self._gates.values():
-            gate.admit()
+        for queue in self._queues.values():
+            queue.admit()
 
     def by_tenant(self) -> list[TenantPlaces]:
-        """Return the tenants with requests at a gate, the least served first."""
+        """Return the tenants with requests in a queue or on an engine, the least served first."""
         return sorted(self.tenants().values(), key=lambda row: row.service)
 
     def tenants(self) -> dict[str, TenantPlaces]:
-        """Return the tenants with requests at a gate, by id, with their sums over the base models."""
+        """Return the tenants with requests in a queue or on an engine, by id, with their sums over the base models."""
         found: dict[str, TenantPlaces] = {}
-        for gate in self._gates.values():
-            for tenant_id, row in gate.tenants().items():
+        for queue in self._queues.values():
+            for tenant_id, row in queue.tenants().items():
                 other = found.get(tenant_id)
                 found[tenant_id] = row if other is None else _sum(row, other)
         return found

@@ -1,4 +1,4 @@
-"""Dispatch of a request: a place at the gate, an engine, and another engine if the first is not available."""
+"""Dispatch of a request: a place in the queue, an engine, and another engine if the first is not available."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ import msgspec
 from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
 from gateway.fleet.deaths import UNKNOWN_TENANTS, Suspicion
@@ -114,7 +114,7 @@ class Fleet:
         self,
         registry: Registry,
         attempts: Attempts,
-        gates: Gates,
+        queues: BaseQueues,
         first_byte_seconds: float,
         isolation: Isolation,
         service: EngineService,
@@ -127,7 +127,7 @@ class Fleet:
         self._attempts = attempts
         self._quarantine = attempts.quarantine
         self._isolation = isolation
-        self._gates = gates
+        self._queues = queues
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
         self._bases = bases
@@ -146,7 +146,7 @@ class Fleet:
     @asynccontextmanager
     async def open(self, call: Call, record: AttemptLog) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
-        tenant, gate = call.tenant, self._gates.of(call.model.base)
+        tenant, queue = call.tenant, self._queues.of(call.model.base)
         place = Place(
             tenant.id,
             tenant.weight,
@@ -163,7 +163,7 @@ class Fleet:
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):
-                    await held.enter_async_context(gate.enter(place))
+                    await held.enter_async_context(queue.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
             finally:
@@ -177,7 +177,7 @@ class Fleet:
 
             def release() -> None:
                 in_flight.free()
-                gate.free(place)
+                queue.free(place)
 
             check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
             yield Answering(engine, response, release, in_flight.end, check_cut_off)
@@ -251,7 +251,7 @@ class Fleet:
 
         if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, tries, [is_without_them])) is not None:
             return choice.engine
-        self._gates.of(call.model.base).free(place)
+        self._queues.of(call.model.base).free(place)
         alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._suspicion(call))
         try:
             return await held.enter_async_context(alone)
@@ -338,7 +338,7 @@ class Fleet:
         return prefix_key(call.tenant.id, digest, call.body)
 
     def _hint(self, call: Call) -> None:
-        """Send hints for the adapters of a request that waits at the gate, to the engine that would get it now."""
+        """Send hints for the adapters of a request that waits in the queue, to the engine that would get it now."""
         try:
             engine = self._choose(call, _Tries(self._prefix(call)))
         except EngineRefused:

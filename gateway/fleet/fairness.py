@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.queue import Place, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
@@ -119,8 +119,10 @@ class _Known(NamedTuple):
 class Fairness:
     """Samples of one gateway process. The queue calls it for each addition of service and each admission."""
 
-    def __init__(self, gate: Gates, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]) -> None:
-        self._gate = gate
+    def __init__(
+        self, queues: BaseQueues, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]
+    ) -> None:
+        self._queues = queues
         self._engines = engines
         self.since = time.time()
         self._service: dict[str, float] = {}
@@ -130,19 +132,19 @@ class Fairness:
         self._recent: deque[Sums] = deque(maxlen=NOW_SAMPLES)
         self.points: deque[Sums] = deque(maxlen=MAX_POINTS)
         counters.observe_service = self._add_service
-        gate.observe_admission = self._admit
+        queues.observe_admission = self._admit
 
     async def watch(self) -> None:
         """Take samples until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            self._gate.count_generated()
+            self._queues.count_generated()
             self.sample()
 
     def sample(self) -> None:
         """Add a sample of the service since the last one."""
         service, self._service = self._service, {}
-        places, engine_waits = self._gate.tenants(), self._engine_waits()
+        places, engine_waits = self._queues.tenants(), self._engine_waits()
         for tenant_id, row in places.items():
             self._see(tenant_id, row.tenant, row.weight)
         active = {each: self._known[each].weight for each in {*service, *places} if each in self._known}
@@ -196,7 +198,7 @@ class Fairness:
     def tenants(self) -> list[TenantFairness]:
         """Return the tenants with requests now or service in the last hour."""
         now, hour = self.now, self.hour
-        places, engine_waits = self._gate.tenants(), self._engine_waits()
+        places, engine_waits = self._queues.tenants(), self._engine_waits()
         for tenant_id, row in places.items():
             self._see(tenant_id, row.tenant, row.weight)
         return [
@@ -207,7 +209,7 @@ class Fairness:
 
     def of(self, tenant_id: str) -> TenantFairness | None:
         """Return a tenant's row; None without requests now or service in the last hour."""
-        now, hour, places = self.now, self.hour, self._gate.tenants()
+        now, hour, places = self.now, self.hour, self._queues.tenants()
         if tenant_id not in self._known or (tenant_id not in places and tenant_id not in hour.service):
             return None
         return self._row(tenant_id, places.get(tenant_id), self._engine_waits()[tenant_id], now, hour)

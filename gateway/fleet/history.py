@@ -8,7 +8,7 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
 from wire.responses import StepSecond
@@ -131,9 +131,9 @@ class EngineHistory:
 class History:
     """Histories of all engines of a registry, and of the queue in front of them."""
 
-    def __init__(self, registry: Registry, gate: Gates) -> None:
+    def __init__(self, registry: Registry, queues: BaseQueues) -> None:
         self._registry = registry
-        self._gate = gate
+        self._queues = queues
         self._engines: dict[str, EngineHistory] = {}
         # (Unix seconds, waiting requests, requests on engines)
         self.queue: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)
@@ -161,7 +161,7 @@ class History:
                     history.sample(engine, clock)
             if is_due:
                 sampled_at = clock
-                self.queue.append((int(time.time()), self._gate.waiting, self._gate.inside))
+                self.queue.append((int(time.time()), self._queues.waiting, self._queues.inside))
                 self._forget()
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -28,7 +28,7 @@ MAX_RETRY_SECONDS = 60
 
 
 class TenantPlaces(NamedTuple):
-    """A tenant's requests at the gate.
+    """A tenant's requests, waiting or on the engines.
 
     tenant: its name. service: its counter. share: number of places that the tenant gets without a wait. waited: longest
     wait of its waiting requests, in seconds.
@@ -97,7 +97,7 @@ def _ignore_admission(_place: Place, _seconds: float) -> None:
     pass
 
 
-class Gate:
+class RequestQueue:
     """Admission of requests to the engines.
 
     capacity: returns the present capacity, or None while no engine is available. Requests are then admitted at once, so
@@ -186,11 +186,11 @@ class Gate:
         return 0.0 if oldest is None else time.monotonic() - oldest.arrived
 
     def by_tenant(self) -> list[TenantPlaces]:
-        """Return the tenants with requests at the gate, the least served first."""
+        """Return the tenants with requests in the queue or on the engines, the least served first."""
         return sorted(self.tenants().values(), key=lambda row: row.service)
 
     def tenants(self) -> dict[str, TenantPlaces]:
-        """Return the tenants with requests at the gate, by id."""
+        """Return the tenants with requests in the queue or on the engines, by id."""
         places = capacity.places if (capacity := self._capacity()) is not None else 0
         waiting: dict[str, list[Place]] = {}
         for place in self._waiting:

@@ -47,7 +47,7 @@ def build_pages(
     """Return the pages without those of settings and of one adapter, which need objects of the API."""
     settings = resources.settings
     assets = Assets()
-    strip = Strip(lambda: health.states, serving.registry, serving.gate)
+    strip = Strip(lambda: health.states, serving.registry, serving.queues)
     frame = Frame(strip, assets, lambda request: request.get(VISITOR), settings.currency, settings.environment)
 
     async def still_valid(request: web.Request) -> bool:

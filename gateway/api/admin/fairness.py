@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gateway.api.answers import row_struct
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
 
 # Maximum number of tenants with a curve of their own.
@@ -59,7 +59,7 @@ class FairnessAnswer(Struct, frozen=True, kw_only=True):
     preemptions: list[ShownPreemptions]
 
 
-def describe_fairness(fairness: Fairness, gate: Gates) -> FairnessAnswer:
+def describe_fairness(fairness: Fairness, queues: BaseQueues) -> FairnessAnswer:
     """Return the figures of the page of fairness."""
     p50, p95 = fairness.waits()
     points = list(fairness.points)
@@ -68,7 +68,7 @@ def describe_fairness(fairness: Fairness, gate: Gates) -> FairnessAnswer:
         process=os.getpid(),
         since=datetime.fromtimestamp(fairness.since, UTC),
         jain=JainIndex(now=fairness.jain(), hour=fairness.jain_hour()),
-        waits=QueueWaits(waiting=gate.waiting, oldest=gate.longest_wait, p50=p50, p95=p95),
+        waits=QueueWaits(waiting=queues.waiting, oldest=queues.longest_wait, p50=p50, p95=p95),
         data=[_describe(row) for row in fairness.tenants()],
         history=FairnessHistory(
             times=[point.at for point in points], jain=[point.jain for point in points], shares=shares

@@ -17,7 +17,7 @@ from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.scopes import ACTOR
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.queue import TenantPlaces
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
@@ -64,7 +64,7 @@ class Admin:
         uploads: ResumableUploads,
         report: UsageReport,
         registry: Registry,
-        gate: Gates,
+        queues: BaseQueues,
         audit: Audit,
         currency: str,
     ) -> None:
@@ -73,7 +73,7 @@ class Admin:
         self._uploads = uploads
         self._report = report
         self._registry = registry
-        self._gate = gate
+        self._queues = queues
         self._audit = audit
         self._currency = currency
 
@@ -115,10 +115,10 @@ class Admin:
         capacity = self._registry.capacity
         return json_response(
             QueueAnswer(
-                waiting=self._gate.waiting,
-                inside=self._gate.inside,
+                waiting=self._queues.waiting,
+                inside=self._queues.inside,
                 places=capacity.places if capacity is not None else 0,
-                data=[QueuedTenant(**row._asdict()) for row in self._gate.by_tenant()],
+                data=[QueuedTenant(**row._asdict()) for row in self._queues.by_tenant()],
             )
         )
 

@@ -49,5 +49,5 @@ def build_golden(
         checks=checks,
         quota=billing.quota,
     )
-    upgrades = Upgrades(golden, checks, records.tenants, serving.registry, serving.gate, resources.redis)
+    upgrades = Upgrades(golden, checks, records.tenants, serving.registry, serving.queues, resources.redis)
     return routes, upgrades

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from gateway.api.golden.checking import GoldenChecks
 from gateway.errors import GatewayError, Unavailable
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
 from gateway.process.background import running
@@ -42,13 +42,19 @@ class Upgrades:
     """Search for golden answers without a check under an available engine's software."""
 
     def __init__(
-        self, golden: Golden, checks: GoldenChecks, tenants: Tenants, registry: Registry, gate: Gates, redis: Client
+        self,
+        golden: Golden,
+        checks: GoldenChecks,
+        tenants: Tenants,
+        registry: Registry,
+        queues: BaseQueues,
+        redis: Client,
     ) -> None:
         self._golden = golden
         self._checks = checks
         self._tenants = tenants
         self._registry = registry
-        self._gate = gate
+        self._queues = queues
         self._redis = redis
         # The last version found under each software and base model; the next search goes on behind it.
         self._places: dict[tuple[EngineSoftware, str], tuple[str, int]] = {}
@@ -63,7 +69,7 @@ class Upgrades:
         while True:
             await asyncio.sleep(SEARCH_SECONDS)
             try:
-                if idle_engines(self._registry.up, self._gate) and await is_first(
+                if idle_engines(self._registry.up, self._queues) and await is_first(
                     self._redis, TURN, SEARCH_TURN_SECONDS
                 ):
                     await self._take_turn()
@@ -83,7 +89,7 @@ class Upgrades:
             await self._redis.pexpire(TURN, _milliseconds(rest))
 
     async def _check_next(self) -> None:
-        for (software, base), engine in idle_engines(self._registry.up, self._gate).items():
+        for (software, base), engine in idle_engines(self._registry.up, self._queues).items():
             found = await self._golden.unchecked(software, base, self._places.get((software, base), START))
             if found is None:
                 self._places.pop((software, base), None)
@@ -108,12 +114,12 @@ class Upgrades:
             await self._redis.set(_rest_key(found), b"", px=_milliseconds(rest))
 
 
-def idle_engines(engines: Iterable[EngineRecord], gates: Gates) -> dict[tuple[EngineSoftware, str], EngineRecord]:
+def idle_engines(engines: Iterable[EngineRecord], queues: BaseQueues) -> dict[tuple[EngineSoftware, str], EngineRecord]:
     """Return an engine with room of each software and base model (its id) for which no request waits."""
     return {
         (each.software, each.base): each
         for each in engines
-        if each.base is not None and has_room(each) and not gates.of(each.base).waiting
+        if each.base is not None and has_room(each) and not queues.of(each.base).waiting
     }
 
 

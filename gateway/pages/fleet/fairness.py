@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.api.admin.fairness import describe_fairness, largest, share_curve
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.fairness import Fairness, TenantFairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.tables import ROWS, Column, csv_response, fill, read_second, read_table
@@ -41,10 +41,10 @@ PREEMPTIONS = (
 class FairnessPages:
     """Page and JSON route, both from the memory of this gateway process."""
 
-    def __init__(self, *, frame: Frame, fairness: Fairness, gate: Gates) -> None:
+    def __init__(self, *, frame: Frame, fairness: Fairness, queues: BaseQueues) -> None:
         self._frame = frame
         self._fairness = fairness
-        self._gate = gate
+        self._queues = queues
 
     async def page(self, request: web.Request) -> web.Response:
         table = read_table(request, "fairness", COLUMNS, "-now")
@@ -70,8 +70,8 @@ class FairnessPages:
             jain_hour=self._fairness.jain_hour(),
             num_waiting=sum(row.waiting + row.waiting_on_engines > 0 for row in rows),
             num_behind=sum(row.is_behind for row in rows),
-            waiting=self._gate.waiting,
-            longest=self._gate.longest_wait,
+            waiting=self._queues.waiting,
+            longest=self._queues.longest_wait,
             p50=p50,
             p95=p95,
             charts=self._charts(),
@@ -82,7 +82,7 @@ class FairnessPages:
 
     async def describe(self, _: web.Request) -> web.Response:
         """Return the page's figures as JSON."""
-        return json_response(describe_fairness(self._fairness, self._gate))
+        return json_response(describe_fairness(self._fairness, self._queues))
 
     def _charts(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Return (id, title, data) of the charts."""

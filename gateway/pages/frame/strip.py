@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health as EngineHealth
 from gateway.fleet.registry import Registry
@@ -75,10 +75,10 @@ class Status(NamedTuple):
 class Strip:
     """Reader of the status. states: the states of `gateway/api/health.py`, by part."""
 
-    def __init__(self, states: Callable[[], Mapping[str, Any]], registry: Registry, gate: Gates) -> None:
+    def __init__(self, states: Callable[[], Mapping[str, Any]], registry: Registry, queues: BaseQueues) -> None:
         self._states = states
         self._registry = registry
-        self._gate = gate
+        self._queues = queues
 
     def read(self) -> Status:
         now = datetime.now(UTC)
@@ -86,9 +86,9 @@ class Strip:
         engines = tuple(view_engine(engine, now) for engine in self._registry.engines)
         levels = [*(part.level for part in parts), *(_softened(engine.level) for engine in engines)]
         level: Level = "bad" if "bad" in levels else "warn" if "warn" in levels else "good"
-        longest = self._gate.longest_wait if self._gate.waiting else 0.0
+        longest = self._queues.longest_wait if self._queues.waiting else 0.0
         summary = _summary(parts, engines)
-        return Status(now, level, summary, parts, engines, self._gate.waiting, longest)
+        return Status(now, level, summary, parts, engines, self._queues.waiting, longest)
 
 
 def view_engine(engine: EngineRecord, now: datetime) -> EngineView:

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.api.golden.upgrades import idle_engines
 from gateway.errors import Overloaded
-from gateway.fleet.base_queues import Gates
+from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Capacity, Place
@@ -20,43 +20,43 @@ def place(tenant: str, tokens: int = 0) -> Place:
 
 async def test_a_full_base_holds_up_no_other():
     rooms = {"": 1, "qwen": 2}
-    gates = Gates(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=1, max_seconds=100.0)
+    queues = BaseQueues(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=1, max_seconds=100.0)
     waits: list[float] = []
-    gates.observe_wait = waits.append
+    queues.observe_wait = waits.append
     async with AsyncExitStack() as held:
-        await held.enter_async_context(gates.of("").enter(place("acme")))
-        waiting = asyncio.create_task(held.enter_async_context(gates.of("").enter(place("acme"))))
+        await held.enter_async_context(queues.of("").enter(place("acme")))
+        waiting = asyncio.create_task(held.enter_async_context(queues.of("").enter(place("acme"))))
         await asyncio.sleep(0)
-        assert (gates.inside, gates.waiting) == (1, 1)
+        assert (queues.inside, queues.waiting) == (1, 1)
         for tenant in ("acme", "globex"):
             async with asyncio.timeout(30.0):
-                await held.enter_async_context(gates.of("qwen").enter(place(tenant)))
+                await held.enter_async_context(queues.of("qwen").enter(place(tenant)))
         with pytest.raises(Overloaded):
-            async with gates.of("").enter(place("globex", tokens=10**6)):
+            async with queues.of("").enter(place("globex", tokens=10**6)):
                 pass
-        acme = gates.tenants()["acme"]
+        acme = queues.tenants()["acme"]
         assert (acme.inside, acme.waiting, len(waits)) == (2, 1, 3)
-        assert gates.longest_wait > 0.0
+        assert queues.longest_wait > 0.0
         rooms[""] = 2
-        gates.admit()
+        queues.admit()
         async with asyncio.timeout(30.0):
             await waiting
-        assert (gates.inside, gates.waiting, gates.longest_wait) == (4, 0, 0.0)
+        assert (queues.inside, queues.waiting, queues.longest_wait) == (4, 0, 0.0)
 
 
 async def test_service_of_one_base_counts_at_the_other():
     rooms = {"": 1, "qwen": 1}
-    gates = Gates(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
+    queues = BaseQueues(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
     order: list[str] = []
 
     async def visit(tenant: str) -> None:
-        async with gates.of("qwen").enter(place(tenant, tokens=1)):
+        async with queues.of("qwen").enter(place(tenant, tokens=1)):
             order.append(tenant)
 
     async with AsyncExitStack() as held:
         async with AsyncExitStack() as last:
-            await last.enter_async_context(gates.of("qwen").enter(place("other")))
-            await held.enter_async_context(gates.of("").enter(place("busy", tokens=1000)))
+            await last.enter_async_context(queues.of("qwen").enter(place("other")))
+            await held.enter_async_context(queues.of("").enter(place("busy", tokens=1000)))
             visits = [asyncio.create_task(visit(tenant)) for tenant in ("busy", "other")]
             await asyncio.sleep(0)
         await asyncio.gather(*visits)
@@ -64,14 +64,14 @@ async def test_service_of_one_base_counts_at_the_other():
 
 
 async def test_requests_that_wait_for_one_base_hold_up_no_golden_checks_of_the_other():
-    gates = Gates(lambda _: Capacity(0, 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
+    queues = BaseQueues(lambda _: Capacity(0, 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
     engines = [
         EngineRecord(Address(f"http://{i}"), Condition(Health.UP), base=base) for i, base in enumerate(("", "b"))
     ]
-    assert list(idle_engines(engines, gates).values()) == engines
+    assert list(idle_engines(engines, queues).values()) == engines
     async with asyncio.TaskGroup() as tasks:
-        waiting = tasks.create_task(AsyncExitStack().enter_async_context(gates.of("b").enter(place("acme"))))
+        waiting = tasks.create_task(AsyncExitStack().enter_async_context(queues.of("b").enter(place("acme"))))
         await asyncio.sleep(0)
-        assert gates.waiting == 1
-        assert list(idle_engines(engines, gates).values()) == engines[:1]
+        assert queues.waiting == 1
+        assert list(idle_engines(engines, queues).values()) == engines[:1]
         waiting.cancel()

@@ -10,7 +10,7 @@ from gateway.fleet.service_counters import ServiceCounters
 
 
 class World:
-    """A gate whose tenants the test sets, in the form {id: (weight, waiting requests)}."""
+    """Queues whose tenants the test sets, in the form {id: (weight, waiting requests)}."""
 
     def __init__(self) -> None:
         self.rows: dict[str, tuple[float, int]] = {}

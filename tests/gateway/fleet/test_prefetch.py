@@ -1,4 +1,4 @@
-"""Hints to engines while requests wait at the gate."""
+"""Hints to engines while requests wait in the queue."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The gate before full engines: order, bounds, and no lost slot."""
+"""The queue before full engines: order, bounds, and no lost slot."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,49 +6,51 @@ from collections.abc import Callable
 import pytest
 
 from gateway.errors import Overloaded
-from gateway.fleet.queue import Capacity, Gate, Place
+from gateway.fleet.queue import Capacity, Place, RequestQueue
 from gateway.fleet.service_counters import ServiceCounters
 from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 from wire.deadlines import deadline
 
 
-def make_gate(
+def make_queue(
     own: Callable[[], int | None], *, places: int = 0, max_waiting: int = 100, max_seconds: float = 1000.0
-) -> Gate:
-    """Return a gate with room for `own()` requests. places: 0 leaves out the admissions beyond that."""
+) -> RequestQueue:
+    """Return a queue with room for `own()` requests. places: 0 leaves out the admissions beyond that."""
 
     def capacity() -> Capacity | None:
         number = own()
         return None if number is None else Capacity(number, places)
 
-    return Gate(capacity, ServiceCounters(), max_waiting, max_seconds)
+    return RequestQueue(capacity, ServiceCounters(), max_waiting, max_seconds)
 
 
 class Visitor:
-    """A request at the gate. It signals its admission and stays until the test ends it."""
+    """A request in the queue. It signals its admission and stays until the test ends it."""
 
     def __init__(
-        self, gate: Gate, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0, prompt: int = 0
+        self, queue: RequestQueue, tenant: str, priority: int = 5, weight: float = 1.0, tokens: int = 0, prompt: int = 0
     ) -> None:
         self.tenant, self.tokens = tenant, tokens
         self.leave = asyncio.Event()
         self.inside = False
-        self.task = asyncio.create_task(self._visit(gate, Place(tenant, weight, priority, prompt, lambda: self.tokens)))
+        self.task = asyncio.create_task(
+            self._visit(queue, Place(tenant, weight, priority, prompt, lambda: self.tokens))
+        )
 
-    async def _visit(self, gate: Gate, place: Place) -> None:
-        async with gate.enter(place):
+    async def _visit(self, queue: RequestQueue, place: Place) -> None:
+        async with queue.enter(place):
             self.inside = True
             await self.leave.wait()
         self.inside = False
 
 
 class Crowd:
-    def __init__(self, gate: Gate) -> None:
-        self.gate = gate
+    def __init__(self, queue: RequestQueue) -> None:
+        self.queue = queue
         self.all: list[Visitor] = []
 
     async def come(self, tenant: str, **options: int | float) -> Visitor:
-        self.all.append(Visitor(self.gate, tenant, **options))  # type: ignore[arg-type]
+        self.all.append(Visitor(self.queue, tenant, **options))  # type: ignore[arg-type]
         await settled()
         return self.all[-1]
 
@@ -57,7 +59,7 @@ class Crowd:
         for visitor in self.all:
             visitor.task.cancel()
         await asyncio.gather(*(visitor.task for visitor in self.all), return_exceptions=True)
-        assert (self.gate.inside, self.gate.waiting) == (0, 0)
+        assert (self.queue.inside, self.queue.waiting) == (0, 0)
 
     @property
     def inside(self) -> list[str]:
@@ -83,7 +85,7 @@ async def settled() -> None:
 
 @pytest.fixture
 async def crowd():
-    crowd = Crowd(make_gate(lambda: 1, max_waiting=100, max_seconds=1000.0))
+    crowd = Crowd(make_queue(lambda: 1, max_waiting=100, max_seconds=1000.0))
     yield crowd
     await crowd.close()
 
@@ -91,7 +93,7 @@ async def crowd():
 async def test_no_more_are_inside_than_there_is_room_for(crowd: Crowd):
     first = await crowd.come("a")
     await crowd.come("a")
-    assert (crowd.inside, crowd.gate.waiting) == (["a"], 1)
+    assert (crowd.inside, crowd.queue.waiting) == (["a"], 1)
     assert await crowd.end(first) == "a"
 
 
@@ -139,8 +141,8 @@ async def test_a_tenant_that_was_idle_has_no_credit(crowd: Crowd):
 
 
 async def test_a_full_queue_refuses_who_would_be_last():
-    gate = make_gate(lambda: 1, max_waiting=2, max_seconds=1000.0)
-    crowd = Crowd(gate)
+    queue = make_queue(lambda: 1, max_waiting=2, max_seconds=1000.0)
+    crowd = Crowd(queue)
     first = await crowd.come("first")
     low, middle = await crowd.come("low", priority=9), await crowd.come("middle", priority=5)
     # A better request arrives: the worst waiting request is refused.
@@ -157,19 +159,19 @@ async def test_a_full_queue_refuses_who_would_be_last():
     assert await crowd.end(high) == "middle"
     middle.leave.set()
     await middle.task
-    assert (gate.inside, gate.waiting) == (0, 0)
+    assert (queue.inside, queue.waiting) == (0, 0)
 
 
 async def test_no_request_waits_longer_than_the_limit():
-    gate = make_gate(lambda: 0, max_waiting=10, max_seconds=0.05)
-    crowd = Crowd(gate)
+    queue = make_queue(lambda: 0, max_waiting=10, max_seconds=0.05)
+    crowd = Crowd(queue)
     with pytest.raises(Overloaded, match=r"this request waited 0\.05 s for one"):
         await (await crowd.come("a")).task
-    assert (gate.inside, gate.waiting) == (0, 0)
+    assert (queue.inside, queue.waiting) == (0, 0)
 
 
 async def test_without_any_engine_nobody_waits_for_one():
-    crowd = Crowd(make_gate(lambda: None, max_waiting=0, max_seconds=1000.0))
+    crowd = Crowd(make_queue(lambda: None, max_waiting=0, max_seconds=1000.0))
     for _ in range(3):
         await crowd.come("a")
     assert crowd.inside == ["a"] * 3
@@ -180,34 +182,34 @@ async def test_without_any_engine_nobody_waits_for_one():
 
 async def test_room_that_grows_by_itself_is_used(crowd: Crowd):
     room = 0
-    gate = make_gate(lambda: room, max_waiting=10, max_seconds=1000.0)
-    crowd.gate = gate
+    queue = make_queue(lambda: room, max_waiting=10, max_seconds=1000.0)
+    crowd.queue = queue
     await crowd.come("a")
     await crowd.come("b")
     assert crowd.inside == []
     room = 1
-    gate.admit()
+    queue.admit()
     await settled()
     assert crowd.inside == ["a"]
 
 
 async def test_who_leaves_while_waiting_or_at_the_moment_of_its_turn_takes_no_place(crowd: Crowd):
     room = 0
-    crowd.gate = make_gate(lambda: room, max_waiting=10, max_seconds=1000.0)
+    crowd.queue = make_queue(lambda: room, max_waiting=10, max_seconds=1000.0)
     first, second, _ = [await crowd.come(tenant) for tenant in "abc"]
     first.task.cancel()
     await settled()
-    assert crowd.gate.waiting == 2
+    assert crowd.queue.waiting == 2
     room = 1
     # Its turn comes, and it is cancelled before it can continue.
-    crowd.gate.admit()
+    crowd.queue.admit()
     second.task.cancel()
     await settled()
     assert crowd.inside == ["c"]
 
 
 async def test_a_tenant_below_its_share_does_not_wait_for_the_places_of_another():
-    crowd = Crowd(make_gate(lambda: 4, places=4))
+    crowd = Crowd(make_queue(lambda: 4, places=4))
     for _ in range(8):
         await crowd.come("long")
     assert crowd.inside == ["long"] * 4
@@ -228,7 +230,7 @@ async def test_a_tenant_below_its_share_does_not_wait_for_the_places_of_another(
 
 
 async def test_many_tenants_with_a_share_below_one_request_get_at_most_twice_the_places():
-    crowd = Crowd(make_gate(lambda: 2, places=2))
+    crowd = Crowd(make_queue(lambda: 2, places=2))
     for number in range(9):
         await crowd.come(f"tenant-{number}")
     assert len(crowd.inside) == 4
@@ -237,12 +239,12 @@ async def test_many_tenants_with_a_share_below_one_request_get_at_most_twice_the
 
 async def test_places_that_become_free_together_are_divided_by_the_prompts_that_they_take():
     room = 0
-    crowd = Crowd(make_gate(lambda: room))
+    crowd = Crowd(make_queue(lambda: room))
     for tenant in ("a", "b"):
         for _ in range(8):
             await crowd.come(tenant, prompt=100)
     room = 8
-    crowd.gate.admit()
+    crowd.queue.admit()
     await settled()
     assert sorted(crowd.inside) == ["a"] * 4 + ["b"] * 4
     await crowd.close()
@@ -250,12 +252,12 @@ async def test_places_that_become_free_together_are_divided_by_the_prompts_that_
 
 async def test_tokens_are_charged_while_they_are_generated():
     room = 2
-    crowd = Crowd(make_gate(lambda: room))
+    crowd = Crowd(make_queue(lambda: room))
     talks = await crowd.come("talks")
     await crowd.come("is silent")
     room = 3
     talks.tokens = 50
-    crowd.gate.count_generated()
+    crowd.queue.count_generated()
     room = 2
     await crowd.come("talks")
     await crowd.come("is silent")
@@ -268,7 +270,7 @@ async def test_charges_reorder_the_requests_that_wait_already(crowd: Crowd):
     await crowd.come("talks")
     await crowd.come("is silent")
     talks.tokens = 50
-    crowd.gate.count_generated()
+    crowd.queue.count_generated()
     assert await crowd.end(talks) == "is silent"
 
 
@@ -277,20 +279,20 @@ def test_a_generated_token_costs_more_than_one_of_a_prompt():
 
 
 async def test_deadlines_order_a_tenants_own_requests_only():
-    gate, entered = make_gate(lambda: 1), []
+    queue, entered = make_queue(lambda: 1), []
 
     async def visit(name: str, tenant: str, due: float) -> None:
         place = Place(tenant, 1.0, 5, 0)
         place.deadline = due
-        async with gate.enter(place):
+        async with queue.enter(place):
             entered.append(name)
 
-    async with gate.enter(Place("other", 1.0, 5, 0)), asyncio.TaskGroup() as group:
+    async with queue.enter(Place("other", 1.0, 5, 0)), asyncio.TaskGroup() as group:
         visitors = [("late", "acme", deadline(0, None, 0)), ("globex", "globex", deadline(0, None, 0))]
         visitors += [("target", "acme", deadline(0, 0.5, 0)), ("first", "acme", deadline(0, None, -100))]
         for visitor in visitors:
             group.create_task(visit(*visitor))
             await settled()
         # acme came first among equally served tenants, so it has the first turn, whatever its requests' deadlines.
-        gate.free(next(iter(gate._admitted)))
+        queue.free(next(iter(queue._admitted)))
     assert entered == ["first", "target", "late", "globex"]

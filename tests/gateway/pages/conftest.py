@@ -25,10 +25,10 @@ class World:
     def __init__(self, environment: str | None = None) -> None:
         self.states = {name: State("ok", SINCE) for name in ("database", "redis", "quota", "engines", "ledger")}
         self.engines: list[EngineRecord] = []
-        self.gate = SimpleNamespace(waiting=0, longest_wait=0.0)
+        self.queues = SimpleNamespace(waiting=0, longest_wait=0.0)
         self.visitor: Any = self.person("operator")
         self.assets = Assets()
-        self.strip = Strip(lambda: self.states, self, self.gate)
+        self.strip = Strip(lambda: self.states, self, self.queues)
         self.frame = Frame(self.strip, self.assets, lambda _: self.visitor, "EUR", environment)
 
     def person(self, role: str, label: str = "Ada") -> SimpleNamespace:

@@ -72,7 +72,7 @@ class Records:
 async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gateway):
     world.states = {name: State("away", SINCE) for name in (*TITLES, "unheard_of")}
     world.engine("http://e1").condition.health = EngineHealth.DOWN
-    world.gate.waiting, world.gate.longest_wait = 9, 60.0
+    world.queues.waiting, world.queues.longest_wait = 9, 60.0
     needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
     entries = await needs.entries(world.strip.read())
     # Parts, engine, queue, two of the ledger, budget, limit, two keys, version, target.
