@@ -32,7 +32,8 @@ RULES = yaml.safe_load((MONITORING / "prometheusrule.yaml").read_text())
 SCHEMAS = json.loads((ROOT / "tests/schemas/kubernetes-1.34.json").read_text())
 OPERATORS_SCHEMAS = json.loads((ROOT / "tests/schemas/prometheus-operator-0.80.json").read_text())
 # The values that deploy/README.md puts into the secret.
-SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
+README = (ROOT / "deploy/README.md").read_text()
+SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", README))
 
 
 def the(kind: str, name: str) -> Any:
@@ -248,6 +249,19 @@ def test_what_is_mounted_is_there(name: str):
     [owned] = re.findall(r"install -d -o loraplex (.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
     written = {mount["mountPath"] for mount in container(name)["volumeMounts"] if not mount.get("readOnly")}
     assert written <= {*owned.split(), "/tmp"}
+
+
+def test_the_claim_of_the_model_binds_only_to_the_volume_of_the_readme():
+    [text] = re.findall(r"```yaml\n(apiVersion: v1\nkind: PersistentVolume\n.*?)```", README, re.DOTALL)
+    volume, claim = yaml.safe_load(text), the("PersistentVolumeClaim", "model")["spec"]
+    assert volume["metadata"]["name"] == claim["volumeName"]
+    # A claim without this field gets the cluster's default class, which would make an empty volume.
+    assert volume["spec"]["storageClassName"] == claim["storageClassName"] == ""
+    assert volume["spec"]["accessModes"] == claim["accessModes"] == ["ReadOnlyMany"]
+    assert volume["spec"]["capacity"] == claim["resources"]["requests"]
+    mounted = [(name, each) for name in PODS for each in PODS[name]["volumes"] if each["name"] == "model"]
+    assert [name for name, _ in mounted] == ["engine", "gateway"]
+    assert all(each["persistentVolumeClaim"]["readOnly"] for _, each in mounted)
 
 
 @pytest.mark.parametrize("name", ["engine", "gateway"])
