@@ -16,14 +16,14 @@ def open_store(url_or_path: str | Path, cache: Path | None = None, cache_bytes: 
     """
     text = str(url_or_path)
     if not text:
-        raise ValueError(f"adapter store: {EXPECTED}, got an empty string")
+        raise ValueError(f"{EXPECTED}, got an empty string")
     if "://" not in text:
         return DirectoryStore(text)
     url = urlsplit(text)
     if url.scheme == "s3":
         if cache is None:
-            raise ValueError("adapter store: s3:// needs a folder for local copies")
+            raise ValueError("s3:// needs a folder for local copies")
         return S3Store(text, cache, cache_bytes)
     if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise ValueError(f"adapter store: {EXPECTED}, got scheme {url.scheme!r}")
+        raise ValueError(f"{EXPECTED}, got scheme {url.scheme!r}")
     return DirectoryStore(unquote(url.path))

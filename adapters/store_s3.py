@@ -76,19 +76,17 @@ class Bucket:
             import obstore
             from obstore.store import S3Store as Client
         except ImportError:
-            raise ValueError(
-                "adapter store: s3:// needs Loraplex's extra `s3`; in its checkout: pip install -e '.[s3]'"
-            ) from None
+            raise ValueError("s3:// needs Loraplex's extra `s3`; in its checkout: pip install -e '.[s3]'") from None
         parts = urlsplit(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         unknown = sorted(given.keys() - set(OPTIONS))
         if unknown or parts.fragment or parts.username is not None:
             raise ValueError(
-                "adapter store: expected s3://bucket/prefix with the options endpoint and region only; credentials "
+                "expected s3://bucket/prefix with the options endpoint and region only; credentials "
                 "belong in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
         if not parts.netloc or not all(given.values()):
-            raise ValueError("adapter store: expected s3://bucket/prefix?endpoint=URL&region=NAME with no empty part")
+            raise ValueError("expected s3://bucket/prefix?endpoint=URL&region=NAME with no empty part")
         self._api = obstore
         self._client = Client(
             parts.netloc,

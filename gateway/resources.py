@@ -116,7 +116,7 @@ def _open_import_sources(settings: Settings) -> dict[str, Bucket | None]:
     try:
         return {each: Bucket(each) if each.startswith("s3://") else None for each in settings.import_sources}
     except ValueError as error:
-        raise SettingsError("LORAPLEX_IMPORT_SOURCES", str(error).removeprefix("adapter store: ")) from error
+        raise SettingsError("LORAPLEX_IMPORT_SOURCES", str(error)) from error
 
 
 def _overlap(first: str, second: str) -> bool:

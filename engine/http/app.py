@@ -328,4 +328,4 @@ def _check_store(server: ServerConfig) -> None:
         if url is not None:
             open_store(url, server.adapter_cache, server.adapter_cache_bytes)
     except ValueError as error:
-        raise ConfigError("adapter_store", str(error).removeprefix("adapter store: ")) from error
+        raise ConfigError("adapter_store", str(error)) from error

@@ -120,7 +120,7 @@ def _opened(url: str) -> "Iterator[AdapterStore]":
         try:
             store = open_store(url, Path(folder), cache_bytes=1 << 62)
         except ValueError as error:
-            raise click.UsageError(f"--adapter-store: {str(error).removeprefix('adapter store: ')}") from error
+            raise click.UsageError(f"--adapter-store: {error}") from error
         try:
             yield store
         finally:

@@ -268,7 +268,7 @@ def test_wrong_urls_are_refused_and_not_quoted(tmp_path: Path):
         "s3://bucket/x?access_key_id=secret",
         "s3://b?endpoint=",
     ):
-        with pytest.raises(ValueError, match="adapter store: expected s3://bucket/prefix") as error:
+        with pytest.raises(ValueError, match=r"^expected s3://bucket/prefix") as error:
             open_store(url, tmp_path, 1)
         assert "secret@" not in str(error.value)
     with pytest.raises(ValueError, match="local copies"):
