@@ -15,7 +15,7 @@ import tarfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import asyncpg
@@ -27,9 +27,9 @@ from testing.gateway.running import HI, Gateway, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.stack import ROOT
 
-# Earlier commits: before `schema_support`, whose gateways do not start on a newer schema but stay on it, and one with
-# an earlier script and schema 0019.
-BEFORE = ("d71ef5c9", "26554fec")
+# Earlier commits, and whether their gateways start on a newer schema: before `schema_support`; with schema 0019 and an
+# earlier script; with schema 0022; of 30 November 2026, with other reports of engines' deaths in Redis.
+BEFORE = {"d71ef5c9": False, "26554fec": False, "8032235b": True, "a31fc4a9": True}
 CLIENTS = 12
 LIMITS = {"budget_per_month": 10**12, "max_concurrent": 200, "requests_per_minute": 10**6, "tokens_per_minute": 10**8}
 PROGRAM = "from loraplex.cli import main; main()"
@@ -37,16 +37,22 @@ PROGRAM = "from loraplex.cli import main; main()"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+class Earlier(NamedTuple):
+    """An earlier commit. tree: its files. starts: whether its gateways start on a newer schema."""
+
+    tree: Path
+    starts: bool
+
+
 @pytest.fixture(params=BEFORE)
-def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return the files of an earlier commit."""
+def earlier(request: pytest.FixtureRequest, tmp_path: Path) -> Earlier:
     made = subprocess.run(("git", "archive", request.param), cwd=ROOT, capture_output=True, check=False)
     if made.returncode != 0:
         pytest.skip(f"this checkout does not have the commit {request.param}: {made.stderr.decode().strip()}")
     folder = tmp_path / "earlier"
     with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
         archive.extractall(folder, filter="data")
-    return folder
+    return Earlier(folder, BEFORE[request.param])
 
 
 class Release:
@@ -98,11 +104,15 @@ class Release:
 
 
 class Load:
-    """Clients that stream from the live gateways. answered: completion tokens by request id, of whole answers."""
+    """Clients that stream from the live gateways.
+
+    answered: completion tokens by request id, of whole answers. answered_by: their gateway's URL.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, key: str) -> None:
         self.live: list[str] = []
         self.answered: dict[str, int] = {}
+        self.answered_by: dict[str, str] = {}
         self.refused: list[Any] = []
         self.broken = 0
         self._session = session
@@ -141,6 +151,7 @@ class Load:
             return
         assert events[-1]["usage"]["completion_tokens"] == how["tokens"]
         self.answered[answer.headers["x-request-id"]] = how["tokens"]
+        self.answered_by[answer.headers["x-request-id"]] = url
 
 
 async def _is(value: bool) -> bool:
@@ -176,10 +187,10 @@ async def stop(process: asyncio.subprocess.Process, load: Load, url: str) -> Non
 
 
 async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
-    earlier: Path, postgres_url: str, redis_url: str, tmp_path: Path, model_dir: Path, upstream: Upstream
+    earlier: Earlier, postgres_url: str, redis_url: str, tmp_path: Path, model_dir: Path, upstream: Upstream
 ):
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, database_url=postgres_url)
-    old, new = Release(earlier, of), Release(ROOT, of)
+    old, new = Release(earlier.tree, of), Release(ROOT, of)
     await old.migrate()
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -211,6 +222,13 @@ async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
         await load.some()
         await stop(fifth, load, fifth_url)
         await load.some()
+        gateways = {first_url, second_url, third_url, fourth_url, fifth_url}
+        if earlier.starts:
+            await old.migrate()
+            _, again_url = await stack.enter_async_context(old.gateway())
+            load.live.append(again_url)
+            gateways.add(again_url)
+            await load.some()
         await load.end()
 
         assert load.refused == []
@@ -221,8 +239,7 @@ async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
     found = {name: tokens for name, tokens in (await rows(postgres_url)).items() if tokens != (0, 0)}
     assert found == served
     assert await tables(postgres_url) == {"usage_first"}
-    # Gateways of both releases have written rows.
-    assert {name.startswith("req_g") for name in found} == {False, True}
+    assert set(load.answered_by.values()) == gateways
     assert {name: found[name][1] for name in load.answered} == load.answered
     # A background task that dies is logged as critical.
     assert [line for line in new.log().splitlines() if " CRITICAL " in line] == []
