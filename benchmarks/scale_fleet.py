@@ -212,18 +212,16 @@ class Simulation:
     async def run(self) -> None:
         random.seed(self._scale.seed)
         loop, numbers = asyncio.get_running_loop(), itertools.count()
-        watchers = [asyncio.create_task(each) for each in (self._push(), self._exchange())]
-        requests: set[asyncio.Task[None]] = set()
-        while loop.time() < self._scale.seconds:
-            await asyncio.sleep(self._chance.expovariate(self._scale.rate))
-            task = asyncio.create_task(self._request(f"{next(numbers)}"))
-            requests.add(task)
-            task.add_done_callback(requests.discard)
-        self.result.requests = next(numbers)
-        while requests:
-            await asyncio.gather(*requests)
-        for watcher in watchers:
-            watcher.cancel()
+        # A failure in any task ends the simulation.
+        async with asyncio.TaskGroup() as group:
+            watchers = [group.create_task(each) for each in (self._push(), self._exchange())]
+            async with asyncio.TaskGroup() as requests:
+                while loop.time() < self._scale.seconds:
+                    await asyncio.sleep(self._chance.expovariate(self._scale.rate))
+                    requests.create_task(self._request(f"{next(numbers)}"))
+            self.result.requests = next(numbers)
+            for watcher in watchers:
+                watcher.cancel()
 
     def _make(self) -> Request:
         chance, scale = self._chance, self._scale
@@ -302,15 +300,15 @@ class Simulation:
                 gateway.queue.count_generated()
                 sent.append(changes := gateway.counters.changes())
                 self.result.active = max(self.result.active, len(changes))
-            processes = Counter(change.tenant for changes in sent for change in changes if change.is_active)
+            processes = Counter(change.tenant_id for changes in sent for change in changes if change.is_active)
             for change in itertools.chain(*sent):
-                self._shared[change.tenant] += change.service
+                self._shared[change.tenant_id] += change.service
             least = min((self._shared[each] for each in processes), default=0.0)
             for tenant in processes:
                 self._shared[tenant] = max(self._shared[tenant], least)
             weight = sum(map(weight_of, processes))
             for gateway, changes in zip(self._gateways, sent, strict=True):
-                results = [(self._shared[each.tenant], processes[each.tenant]) for each in changes]
+                results = [(self._shared[each.tenant_id], processes[each.tenant_id]) for each in changes]
                 gateway.counters.exchanged(changes, weight, results)
                 gateway.queue.admit()
 

@@ -1,10 +1,13 @@
 """The simulation of a large installation (`benchmarks/scale.py`), at a small size."""
 
+import asyncio
 import time
+
+import pytest
 
 from benchmarks.scale import Costs, parts
 from benchmarks.scale_costs import Cost
-from benchmarks.scale_fleet import SLOTS, Scale, simulate
+from benchmarks.scale_fleet import SLOTS, Scale, Simulation, simulate
 
 SMALL = Scale(gateways=2, engines=36, adapters=150, tenants=500, seconds=2.0, warmup=1.0)
 
@@ -40,6 +43,18 @@ def test_simulated_tenants_that_send_too_much_share_the_rest_by_weight():
     assert 1.5 < heavy / light < 2.2
     # The others hardly wait: at 50 ms without a wait.
     assert found.percentile(0.5) < 0.3
+
+
+@pytest.mark.parametrize("part", ["_exchange", "_push", "_serve"])
+def test_a_failure_in_a_part_of_the_simulation_ends_it(part: str, monkeypatch: pytest.MonkeyPatch):
+    async def fail(*_: object) -> float:
+        await asyncio.sleep(0.1)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Simulation, part, fail)
+    with pytest.raises(ExceptionGroup) as failed:
+        simulate(SMALL._replace(engines=4, seconds=1.0))
+    assert failed.group_contains(ZeroDivisionError)
 
 
 def test_a_part_breaks_where_it_needs_a_core():
