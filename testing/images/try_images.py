@@ -1,6 +1,6 @@
 """Build the images and run docker-compose.yml's demo in them (deploy/try_images.sh).
 
-Its output is in docs/deployment.md.
+The sizes of the last run are in docs/deployment.md.
 """
 
 import json
