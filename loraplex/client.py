@@ -181,6 +181,9 @@ class GatewayClient:
     async def resume_engine(self, url: str) -> dict[str, Any]:
         return await self.call("POST", "/admin/api/engines/resume", json={"url": url})
 
+    async def end_quarantine(self, tenant: str) -> dict[str, Any]:
+        return await self.call("DELETE", named_path("/admin/api/tenants", tenant) + "/quarantine")
+
     async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
         return await self.listed(adapters_path(tenant))
 

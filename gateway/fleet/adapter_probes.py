@@ -136,7 +136,8 @@ class AdapterProber:
     def _check_deaths(self, suspect: Suspect) -> bool:
         """Return whether the adapter may be probed beside other tenants' requests. Raises AdapterRefused, NotProbed."""
         recent = self._quarantine.deaths(suspect)
-        alone = [each for each in {*self._deaths.get(suspect, ()), *recent} if each.tenants == {suspect.tenant_id}]
+        known = [each for each in {*self._deaths.get(suspect, ()), *recent} if each.tenants == {suspect.tenant_id}]
+        alone = [each for each in known if not self._quarantine.is_forgotten(suspect.tenant_id, each)]
         if len(alone) >= DEATHS_UNTIL_REFUSED:
             log.error("adapter %s is refused: engines died during its probes", digest_name(suspect.mark))
             text = f"{DEATHS_UNTIL_REFUSED} engines died while they probed this adapter"

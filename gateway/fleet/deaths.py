@@ -32,6 +32,7 @@ class Death(msgspec.Struct, eq=False):
 
     reported: the tenants whose requests the engine had, and suspects: the requests and adapters that may be the cause,
     as far as they are reported. processes: those that may have had requests there. answered: those that have reported.
+    former_culprits: the tenants that had a suspect in quarantine when an operator ended their quarantine.
     """
 
     engine: str
@@ -41,6 +42,7 @@ class Death(msgspec.Struct, eq=False):
     suspects: set[Suspect] = set()
     processes: set[str] = set()
     answered: set[str] = set()
+    former_culprits: set[str] = set()
 
     @property
     def is_complete(self) -> bool:
@@ -70,6 +72,15 @@ class Suspicion(NamedTuple):
     deaths: int
 
 
+class Held(NamedTuple):
+    """A suspect in quarantine. deaths: those that it counts for, the newest last. began, ends: on the deaths' clock."""
+
+    suspect: Suspect
+    deaths: Sequence[Death]
+    began: float
+    ends: float
+
+
 class Deaths:
     """The deaths that a process knows. seconds: how long each is remembered."""
 
@@ -84,6 +95,8 @@ class Deaths:
         self._survived: dict[Suspect, Death] = {}
         # Processes that have ended. They have reported all that they had.
         self._ended: set[str] = set()
+        # Time of the last end of a tenant's quarantine by an operator. Evidence of earlier deaths does not count.
+        self._forgotten: dict[str, float] = {}
         # Results until the next report: suspects in quarantine by tenant, and tenants that caused a death.
         self._quarantined: dict[str, set[Suspect]] = {}
         self._culprits: dict[Death, set[str]] = {}
@@ -118,6 +131,7 @@ class Deaths:
     def add(self, death: Death, suspects: Iterable[Suspect]) -> None:
         """Add suspects to a death."""
         self._forget_results()
+        suspects = [each for each in suspects if not self.is_forgotten(each.tenant_id, death)]
         death.suspects.update(suspects)
         recent = death.at - self.seconds
         for key in suspects:
@@ -125,18 +139,25 @@ class Deaths:
             # The newest death is the last, though reports may arrive late. The suspect is put last, so that the oldest
             # is forgotten first.
             self._of[key] = sorted([*deaths, death], key=lambda each: each.at)
-            if len(self._of[key]) >= LIMITS.get(key.kind, math.inf):
-                self._candidates[key.tenant_id].add(key)
-            else:
-                # It may have been one by deaths that are forgotten now.
-                self._remove_candidate(key)
+            # It may have been a candidate by deaths that are forgotten now.
+            self._judge(key)
         while (excess := len(self._of) - MAX_SUSPECTS) > 0:
             # The oldest of the tenant with the most, so that no tenant makes room for its own at others' expense.
             [(most, _)] = Counter(key.tenant_id for key in self._of).most_common(1)
             for forgotten in list(islice((key for key in self._of if key.tenant_id == most), excess)):
-                del self._of[forgotten]
-                self._survived.pop(forgotten, None)
-                self._remove_candidate(forgotten)
+                self._remove(forgotten)
+
+    def _remove(self, key: Suspect) -> None:
+        del self._of[key]
+        self._survived.pop(key, None)
+        self._remove_candidate(key)
+
+    def _judge(self, key: Suspect) -> None:
+        """Set whether a suspect is a candidate."""
+        if len(self._of[key]) >= LIMITS.get(key.kind, math.inf):
+            self._candidates[key.tenant_id].add(key)
+        else:
+            self._remove_candidate(key)
 
     def _remove_candidate(self, key: Suspect) -> None:
         if key in self._candidates.get(key.tenant_id, ()):
@@ -155,6 +176,30 @@ class Deaths:
             del self._of[key][:-1]
             self._survived[key] = self._of[key][-1]
         self._remove_candidate(key)
+
+    def forget(self, tenant_id: str, at: float) -> None:
+        """Forget the evidence against a tenant from the deaths until a time, also from those that are reported later.
+
+        The deaths stay evidence against other tenants, but not those of which this tenant was the cause.
+        """
+        deaths = [death for death in self._known if death.at <= at]
+        for death in deaths:
+            if tenant_id in self._culprits_of(death):
+                death.former_culprits.add(tenant_id)
+        self._forgotten[tenant_id] = max(at, self._forgotten.get(tenant_id, -math.inf))
+        for death in deaths:
+            death.suspects = {each for each in death.suspects if each.tenant_id != tenant_id}
+        for key in [key for key in self._of if key.tenant_id == tenant_id]:
+            self._of[key] = [death for death in self._of[key] if death.at > at]
+            if self._of[key]:
+                self._judge(key)
+            else:
+                self._remove(key)
+        self._forget_results()
+
+    def is_forgotten(self, tenant_id: str, death: Death) -> bool:
+        """Return whether a death is no evidence against a tenant, because an operator ended its quarantine since."""
+        return death.at <= self._forgotten.get(tenant_id, -math.inf)
 
     def recent(self, seconds: float | None = None) -> list[Death]:
         """Return the deaths of the last `seconds`, by default all that are remembered."""
@@ -177,11 +222,33 @@ class Deaths:
     def causes_of(self, key: Suspect) -> Sequence[Death]:
         """Return the deaths for which a suspect is in quarantine, the newest last. There are none if it is not."""
         if key.kind == TENANT:
-            deaths = [death for death in self.recent() if death.tenants == {key.tenant_id} == self._culprits_of(death)]
+            alone = [death for death in self.recent() if death.tenants == {key.tenant_id} == self._culprits_of(death)]
+            deaths = [death for death in alone if not self.is_forgotten(key.tenant_id, death)]
             deaths.sort(key=lambda death: death.at)
         else:
             deaths = self._of[key] if key in self._causes(key.tenant_id) else []
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
+
+    def held(self, key: Suspect) -> Held | None:
+        """Return a suspect's quarantine, None without one."""
+        deaths, least = self.causes_of(key), LIMITS.get(key.kind, 0)
+        # A tenant's quarantine ends when too few deaths are remembered.
+        if not deaths or (ends := deaths[-least if key.kind == TENANT else -1].at + self.seconds) <= self._clock():
+            return None
+        if key.kind != TENANT:
+            # It began when enough deaths had shown that no other tenant was at each of them.
+            enough = (number for number in range(least, len(deaths)) if _at_each(deaths[:number]) == {key.tenant_id})
+            least = next(enough, len(deaths))
+        return Held(key, deaths, deaths[least - 1].at, ends)
+
+    def all_held(self, tenant_id: str | None = None) -> list[Held]:
+        """Return all suspects in quarantine, or those of a tenant."""
+        found = list[Held]()
+        for each in [*self._candidates] if tenant_id is None else [tenant_id]:
+            if self.has_candidate(each):
+                keys = Suspect(TENANT, each, ""), *sorted(self._causes(each))
+                found += [held for key in keys if (held := self.held(key)) is not None]
+        return found
 
     def suspicion(self, key: Suspect) -> Suspicion | None:
         """Return the suspicion against a request, None without one or if it is in quarantine.
@@ -211,10 +278,11 @@ class Deaths:
         return self._quarantined[tenant_id]
 
     def _culprits_of(self, death: Death) -> set[str]:
-        """Return the tenants with a request or an adapter of the death in quarantine."""
+        """Return the tenants with a suspect of the death in quarantine, now or until an operator ended it."""
         if death not in self._culprits:
             by_tenant = {key.tenant_id for key in death.suspects}
-            self._culprits[death] = {each for each in by_tenant if not death.suspects.isdisjoint(self._causes(each))}
+            found = {each for each in by_tenant if not death.suspects.isdisjoint(self._causes(each))}
+            self._culprits[death] = found | death.former_culprits
         return self._culprits[death]
 
 

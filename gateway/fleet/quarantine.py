@@ -9,7 +9,7 @@ it may have more of them.
 
 Every gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the tenants with
 requests or hints there, also for a death that another process reports. It applies their reports as its own. Only an
-HMAC of a request is kept and shared.
+HMAC of a request is kept and shared. An operator can end a tenant's quarantine in all processes.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.deaths import (
     LATE_SECONDS,
-    LIMITS,
     ONE_DEATH_SECONDS,
     TENANT,
     UNKNOWN_TENANTS,
     Death,
     Deaths,
+    Held,
     Suspicion,
 )
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names, named
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import NO_ENGINE, Entry, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Entry, Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +146,35 @@ class Quarantine:
         self._check(Suspect("adapter", tenant_id, name))
 
     def _check(self, key: Suspect) -> None:
-        if not (deaths := self._deaths.causes_of(key)):
-            return
-        # A tenant's quarantine ends when too few deaths are remembered.
-        last = deaths[-LIMITS[TENANT]] if key.kind == TENANT else deaths[-1]
-        if (seconds := last.at + self._deaths.seconds - self._clock()) > 0:
+        if (held := self._deaths.held(key)) is not None:
+            seconds = held.ends - self._clock()
             raise TenantQuarantined(seconds) if key.kind == TENANT else Quarantined(f"this {key.kind}; it is", seconds)
+
+    def all(self, tenant_id: str | None = None) -> list[Held]:
+        """Return what is in quarantine as far as this process knows, or what is of a tenant."""
+        return self._deaths.all_held(tenant_id)
+
+    def age(self, at: float) -> float:
+        """Return the seconds since a time of `Held`; they are negative if it has not come yet."""
+        return self._clock() - at
+
+    async def end(self, tenant_id: str) -> list[Held]:
+        """End a tenant's quarantine in all processes, and forget the evidence against it. Return what ended.
+
+        Raises Unavailable, also if it is unknown whether Redis has taken the report.
+        """
+        if self._shared is not None:
+            await self.read()
+            if await self._shared.add(Report(ENDED_BY_OPERATOR, [tenant_id], []), self._deaths.seconds) is None:
+                raise Unavailable("Redis is unavailable, so the quarantine cannot be ended; try again shortly.")
+        found = self._deaths.all_held(tenant_id)
+        self._deaths.forget(tenant_id, self._clock())
+        self._announce()
+        return found
+
+    def is_forgotten(self, tenant_id: str, death: Death) -> bool:
+        """Return whether a death is no evidence against a tenant, because an operator ended its quarantine since."""
+        return self._deaths.is_forgotten(tenant_id, death)
 
     def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
@@ -258,6 +281,9 @@ class Quarantine:
             report, age = entry.report, entry.age + entry.report.age
             if report.engine == NO_ENGINE:
                 self._deaths.end(entry.process)
+            elif report.engine == ENDED_BY_OPERATOR:
+                for tenant_id in report.tenants:
+                    self._deaths.forget(tenant_id, self._clock() - age)
             elif age < self._deaths.seconds:
                 death = self._deaths.apply(report, self._clock() - age, entry.process)
                 self._leave_announcing(entry)

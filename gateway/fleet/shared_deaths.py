@@ -35,6 +35,9 @@ ALIVE_SECONDS = 60
 DUE_SECONDS = 5.0
 # Stands for the engine in a process's last report, which says only that the process has ended.
 NO_ENGINE = ""
+# Stands for the engine in a report by which an operator ends the quarantine of `tenants`. To the previous release it is
+# the death of an engine without suspects.
+ENDED_BY_OPERATOR = "ended by operator"
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
 # which is the clock of the stream's ids.
 _ALIVE = """

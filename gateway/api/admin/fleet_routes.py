@@ -1,4 +1,4 @@
-"""Routes of engines and base models; a part of the table in `gateway/api/routes.py`."""
+"""Routes of engines, the quarantine and base models; a part of the table in `gateway/api/routes.py`."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 from gateway.api.admin.bases import AdminBases, BaseChanges, BaseList, NewBase, ShownBase
 from gateway.api.admin.engines import AdminEngines, EngineList, EngineUrl, ShownEngine, UnknownEngine
 from gateway.api.admin.fleet_views import EngineHistoryAnswer, FleetViews, QueueHistoryAnswer, ResidencyAnswer
+from gateway.api.admin.quarantine import AdminQuarantine, EndedQuarantine, QuarantineList
 from gateway.api.route import Route
 from gateway.api.route_groups import FORCE
 
@@ -31,6 +32,23 @@ FLEET_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "Send new requests to a drained engine again.",
             request=EngineUrl,
             response=(ShownEngine, UnknownEngine),
+        ),
+    ),
+    AdminQuarantine: (
+        _admin(
+            "GET",
+            "/admin/api/quarantine",
+            AdminQuarantine.list,
+            "List requests, adapters and tenants in quarantine.",
+            query=("tenant", "limit"),
+            response=QuarantineList,
+        ),
+        _admin(
+            "DELETE",
+            "/admin/api/tenants/{tenant}/quarantine",
+            AdminQuarantine.end,
+            "End a tenant's quarantine.",
+            response=EndedQuarantine,
         ),
     ),
     FleetViews: (

@@ -5,6 +5,7 @@ from typing import Any
 from gateway.api.admin.bases import AdminBases
 from gateway.api.admin.engines import AdminEngines
 from gateway.api.admin.fleet_views import FleetViews, Residents
+from gateway.api.admin.quarantine import AdminQuarantine
 from gateway.pages.fleet.bases import BasePages
 from gateway.pages.fleet.engines import EnginePages
 from gateway.pages.fleet.fairness import FairnessPages
@@ -24,6 +25,7 @@ def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serv
     bases = AdminBases(records.bases, registry, probes, records.prices, records.price_list, records.auth)
     return [
         acts,
+        AdminQuarantine(quarantine=serving.quarantine, tenants=records.tenants, audit=records.audit),
         bases,
         BasePages(frame=frame, records=records, registry=registry, probes=probes, acts=bases),
         EnginePages(

@@ -40,6 +40,7 @@ ACTIONS = {
     "playground.request": "Request from the playground",
     "price.delete": "Price deleted",
     "price.put": "Price set",
+    "quarantine.end": "Quarantine ended",
     "session.close": "Logged out",
     "session.open": "Logged in",
     "session.revoke": "Session ended",

@@ -72,6 +72,11 @@ def suspect_name(digest: str, base: str) -> str:
     return f"{digest}@{base}" if base else digest
 
 
+def suspect_digest(name: str) -> str:
+    """Return the digest in an adapter's key in the quarantine."""
+    return name.partition("@")[0]
+
+
 class Binding(NamedTuple):
     """Condition on the engines that may run a model's requests: they serve the base `base` (an id), and report each of
     `digests` as their weights' digest, or report none.

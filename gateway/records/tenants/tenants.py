@@ -141,6 +141,12 @@ class Tenants:
             rows = (await connection.execute(select(tenants).order_by(tenants.c.name))).all()
         return [read_tenant(row) for row in rows]
 
+    async def names(self, ids: Collection[str]) -> dict[str, str]:
+        """Return the names of at most 1,000 tenants by id. Deleted ones are left out."""
+        async with self._database.read() as connection:
+            query = select(tenants.c.id, tenants.c.name).where(tenants.c.id.in_(ids))
+            return {row.id: row.name for row in (await connection.execute(query)).all()}
+
     async def update(self, name: str, changes: Mapping[str, Any], actor: str, *, seen: Tenant | None = None) -> Tenant:
         """Change a tenant; see `change_tenant`."""
         check_possible(name)
