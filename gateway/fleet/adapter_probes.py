@@ -113,13 +113,13 @@ class AdapterProber:
                 in_flight.ending_with(ClientError, ConnectionError),
             ):
                 kind = self._kinds[engine.address.traits.name]
-                status, answer = await kind.probe(engine, digest, tenant.id, in_flight.sent)
+                status, answer = await kind.probe(engine, digest, tenant.id, partial(engine.note_sent, in_flight))
                 in_flight.end()
         except ClientConnectorError as error:
             raise NotProbed("the engine cannot be reached") from error
         except (ClientOSError, ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
             engine.mark_down(f"a probe failed: {network_reason(error)}")
-            self._quarantine.died_with(engine, tenant.id, suspects)
+            self._quarantine.died_with(engine, tenant.id, suspects, in_flight.instance)
             self._remember(suspects[0])
             # Another process may still report its tenants' requests for this death, so the next attempt counts it.
             raise NotProbed("the engine died during the probe") from error

@@ -52,7 +52,8 @@ class Attempts:
                 in_flight.ending_with(EngineGone, EngineRefused),
             ):
                 in_flight.instance = engine.state.instance
-                sent = replace(call, trace=span.headers() or call.trace, on_sent=in_flight.sent)
+                note_sent = partial(engine.note_sent, in_flight)
+                sent = replace(call, trace=span.headers() or call.trace, on_sent=note_sent)
                 async with AsyncExitStack() as held:
                     opened = held.enter_async_context(self._client.open(engine, sent))
                     response = await _until_abandoned(engine, in_flight, opened)
@@ -76,7 +77,7 @@ class Attempts:
                                     if not cut_off:
                                         record = breaker.failed
                                         in_flight.end()
-                                        self.quarantine.died(engine, tenant_id, call.model.suspects, call.named)
+                                        self._died(engine, call, in_flight)
             if ended is None:
                 record = breaker.succeeded
                 if in_flight.is_counted:
@@ -86,6 +87,8 @@ class Attempts:
             # A cancellation means that the client has left, or that the engine did not begin to answer in time.
             if isinstance(error, EngineGone) or (limit is not None and limit.expired()):
                 record = breaker.failed
+            if isinstance(error, EngineGone) and error.had_it:
+                self._died(engine, call, in_flight)
             raise
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
@@ -96,6 +99,9 @@ class Attempts:
         finally:
             count_less(self.in_progress, digest)
             record(attempt)
+
+    def _died(self, engine: EngineRecord, call: Call, in_flight: InFlight) -> None:
+        self.quarantine.died(engine, call.tenant.id, call.model.suspects, call.named, in_flight.instance)
 
     async def check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
         """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.

@@ -211,6 +211,14 @@ class Deaths:
         since = self._clock() - self.seconds
         return [death for death in self._of.get(suspect, ()) if death.at > since]
 
+    def of_instance(self, engine: str, instance: str | None) -> list[Death]:
+        """Return the recent deaths of an engine's instance in their order; none for an unknown one.
+
+        Usually there is one. A connection that breaks without the engine's death makes a further one.
+        """
+        found = [death for death in self.recent() if death.engine == engine and death.instance == instance is not None]
+        return sorted(found, key=lambda death: death.at)
+
     def has_candidate(self, tenant_id: str) -> bool:
         """Return whether a request or an adapter of the tenant has enough deaths for a quarantine."""
         since = self._clock() - self.seconds

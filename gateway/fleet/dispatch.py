@@ -363,7 +363,6 @@ class Fleet:
                 record.unsent()
                 return None
             record.lost()
-            self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
             if tries.are_enough and not await self._may_go_on(call, tries):

@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.own_requests import OwnRequests, Prefetched
+from gateway.fleet.own_requests import InFlight, OwnRequests, Prefetched
 from gateway.records.bases.base import FIRST, Binding, EngineSoftware
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantShare
@@ -312,6 +312,11 @@ class EngineRecord:
     def observe_request(self, seconds: float) -> None:
         """Update the mean time of a request, weighted towards the most recent ones."""
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
+
+    def note_sent(self, in_flight: InFlight) -> None:
+        """Note that bytes of a request go to the engine's present instance from now on."""
+        in_flight.instance = self.state.instance
+        in_flight.sent()
 
     def note_end(self) -> None:
         """Report the death of the engine's instance, unless it drained or slept, and forget its left requests."""

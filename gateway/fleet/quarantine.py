@@ -176,28 +176,50 @@ class Quarantine:
         """Return whether a death is no evidence against a tenant, because an operator ended its quarantine since."""
         return self._deaths.is_forgotten(tenant_id, death)
 
-    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
+    def died(
+        self,
+        engine: EngineRecord,
+        tenant_id: str,
+        digests: Sequence[str],
+        body: NamedBody,
+        instance: str | None = None,
+    ) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
 
-        digests: the request's adapter, or all adapters of its mixture.
+        digests: the request's adapter, or all adapters of its mixture. instance: the engine's instance that had the
+        request; None if it is unknown, which counts as the present one.
         """
-        self._died(engine, tenant_id, self.suspects(tenant_id, digests, body))
+        self._died(engine, tenant_id, self.suspects(tenant_id, digests, body), instance)
 
-    def died_with(self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect]) -> None:
+    def died_with(
+        self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect], instance: str | None = None
+    ) -> None:
         """Note that an engine died with a tenant's suspects, as `died`."""
-        self._died(engine, tenant_id, named(suspects))
+        self._died(engine, tenant_id, named(suspects), instance)
 
-    def _died(self, engine: EngineRecord, tenant_id: str, own: Names) -> None:
-        tenants, names = engine.requests.report_left()
-        self._note_on(engine, tenants | {tenant_id}, [own, *names])
+    def _died(self, engine: EngineRecord, tenant_id: str, own: Names, instance: str | None) -> None:
+        if instance in (None, engine.state.instance):
+            tenants, names = engine.requests.report_left()
+            self._note_on(engine, tenants | {tenant_id}, [own, *names], self._clock())
+            return
+        # The others on a former instance were reported at its end, unless that was no death.
+        known = self._deaths.of_instance(engine.url, instance)
+        tenants, at = ({tenant_id}, known[-1].at) if known else ({tenant_id, UNKNOWN_TENANTS}, self._clock())
+        self._note_on(engine, tenants, [own], at, instance)
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were there."""
         tenants, names = engine.requests.report_left()
         if tenants:
-            self._note_on(engine, tenants, names)
+            self._note_on(engine, tenants, names, self._clock())
 
-    def _note_on(self, engine: EngineRecord, tenants: set[str], names: Sequence[Names]) -> None:
+    def _note_on(
+        self, engine: EngineRecord, tenants: set[str], names: Sequence[Names], at: float, former: str | None = None
+    ) -> None:
+        """Note a death at a time. former: the instance that died; None for the engine's present one."""
+        instance = former or engine.state.instance
+        # A connection may break, or be found broken, long after the first one. Its tenant was not there alone.
+        tenants = tenants.union(*(death.reported for death in self._deaths.of_instance(engine.url, instance)))
         has_others = bool(engine.foreign_load or engine.last_foreign_load)
         if has_others and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
@@ -205,8 +227,7 @@ class Quarantine:
         # A kept engine that is the only one serves other processes' requests too.
         if self._shared is not None and not self._shared.is_away and (has_others or not self.is_alone(engine)):
             processes += self._shared.processes
-        report = Report(engine.url, [*tenants], [], engine.state.instance, processes)
-        self._note(report, names, self._clock())
+        self._note(Report(engine.url, [*tenants], [], instance, processes), names, at)
 
     def _note(self, report: Report, names: Sequence[Names], at: float) -> None:
         """Apply and send a report with the names that are computed; the others follow when they are."""

@@ -189,6 +189,8 @@ async def of_exports(admin: Operator) -> None:
 async def of_the_fleet(admin: Operator, engine: str) -> None:
     for path in ("version", "queue", "fairness", "attention", "settings", "residency", "engines", "engines/history"):
         await admin.get(f"{API}/{path}")
+    await admin.get(f"{API}/quarantine")
+    await admin.call("DELETE", f"{TENANT}/quarantine")
     await admin.get(f"{API}/engines/history?url={engine}")
     await admin.post(f"{API}/engines/drain", {"url": engine})
     await admin.get(f"{API}/attention")
