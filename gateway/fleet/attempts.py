@@ -44,16 +44,13 @@ class Attempts:
         attempt, record = breaker.sent(tenant_id), breaker.gave_up
         self.in_progress[digest] += 1
         try:
-            loads = digest is not None and not engine.holds(digest)
-            suspects = partial(self.quarantine.suspects, tenant_id, call.model.suspects, call.named)
             with (
                 _upstream_span(call, engine) as span,
-                engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects) as in_flight,
+                self._counted(engine, call) as in_flight,
                 in_flight.ending_with(EngineGone, EngineRefused),
             ):
                 in_flight.instance = engine.state.instance
-                note_sent = partial(engine.note_sent, in_flight)
-                sent = replace(call, trace=span.headers() or call.trace, on_sent=note_sent)
+                sent = replace(call, trace=span.headers() or call.trace, on_sent=partial(engine.note_sent, in_flight))
                 async with AsyncExitStack() as held:
                     opened = held.enter_async_context(self._client.open(engine, sent))
                     response = await _until_abandoned(engine, in_flight, opened)
@@ -99,6 +96,12 @@ class Attempts:
         finally:
             count_less(self.in_progress, digest)
             record(attempt)
+
+    def _counted(self, engine: EngineRecord, call: Call) -> AbstractContextManager[InFlight]:
+        tenant_id, digest = call.tenant.id, call.model.digest
+        loads = digest is not None and not engine.holds(digest)
+        suspects = partial(self.quarantine.suspects, tenant_id, call.model.suspects, call.named)
+        return engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects)
 
     def _died(self, engine: EngineRecord, call: Call, in_flight: InFlight) -> None:
         self.quarantine.died(engine, call.tenant.id, call.model.suspects, call.named, in_flight.instance)
