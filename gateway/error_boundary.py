@@ -4,6 +4,7 @@ from aiohttp import web
 
 from gateway.errors import ERROR_CODE, FAILURE, REQUEST_ID, GatewayError, Handler, RecordNotFound, error_body, translate
 from gateway.unknown_urls import unknown_route, unsupported_api
+from wire.error_codes import UNKNOWN_URL
 from wire.http_requests import check_head
 
 
@@ -29,7 +30,7 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
 def _unknown_url(request: web.Request) -> RecordNotFound:
     if (message := unsupported_api(request)) is not None:
         return RecordNotFound(message, code="unsupported_endpoint")
-    return RecordNotFound(unknown_route(request), code="unknown_url")
+    return RecordNotFound(unknown_route(request), code=UNKNOWN_URL)
 
 
 def _to_response(error: GatewayError) -> web.Response:

@@ -1,7 +1,9 @@
-"""Codes of errors in logs and records."""
+"""Codes of errors in logs and records, and those that name the part that is away."""
 
 from gateway.errors import GatewayError
 
+QUOTA_UNAVAILABLE = "quota_unavailable"
+DATABASE_UNAVAILABLE = "database_unavailable"
 # Maximum length of an error code in logs and records. The gateway's own codes are shorter.
 MAX_CODE = 64
 

@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from adapters.manifest import AdapterError
 from gateway.sql_states import is_race
+from wire.error_codes import ENGINE_SHARE_USED, MODEL_NOT_FOUND, WRONG_OFFSET
 from wire.errors import BadRequest as ProtocolError
 from wire.http_requests import BadHead
 from wire.text.tokenizer import ChatTemplateError
@@ -97,7 +98,7 @@ class RecordNotFound(GatewayError):
 class ModelNotFound(RecordNotFound):
     """Unknown model name, or another tenant's. The answer is identical in every byte, so that it reveals no name."""
 
-    code = "model_not_found"
+    code = MODEL_NOT_FOUND
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model '{name}' does not exist or you do not have access to it.", param="model")
@@ -118,7 +119,7 @@ class NameTaken(GatewayError):
 class WrongOffset(GatewayError):
     """A part of an upload does not start at the end of the previous part. `Upload-Offset` has the expected start."""
 
-    status, kind, code = 409, "invalid_request_error", "wrong_offset"
+    status, kind, code = 409, "invalid_request_error", WRONG_OFFSET
 
     def __init__(self, expected: int) -> None:
         super().__init__(
@@ -303,7 +304,7 @@ class EngineShareUsed(Unavailable):
     `param` names the field of a form.
     """
 
-    status, kind, code = 429, "concurrency", "engine_share_used"
+    status, kind, code = 429, "concurrency", ENGINE_SHARE_USED
 
 
 # Length limits of quoted text, which keep an error response below 2 KB.

@@ -13,3 +13,13 @@ ENGINE_UNAVAILABLE = "engine_unavailable"
 WRONG_OFFSET = "wrong_offset"
 # The key is valid, but its tenant is suspended.
 TENANT_SUSPENDED = "tenant_suspended"
+# The tenant has used up its own share of the engine, so it may be served by another one.
+ENGINE_SHARE_USED = "engine_share_used"
+# The engine has no room at present, whichever tenant asks.
+ENGINE_OVERLOADED = "engine_overloaded"
+# The engine cannot read the adapter's files at present.
+ADAPTER_FILES_UNREADABLE = "adapter_files_unreadable"
+# The engine failed with the request.
+GENERATION_FAILED = "generation_failed"
+# The server's release does not have the route.
+UNKNOWN_URL = "unknown_url"

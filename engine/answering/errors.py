@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
+from wire.error_codes import ENGINE_OVERLOADED, ENGINE_SHARE_USED, ENGINE_UNAVAILABLE, MODEL_NOT_FOUND, UNKNOWN_URL
 from wire.errors import BadRequest
 from wire.http_requests import BadHead
 from wire.responses import ErrorDetail, ErrorResponse
@@ -39,7 +40,7 @@ class ApiError(Exception):
 
 class ModelNotFound(ApiError):
     def __init__(self, model: str) -> None:
-        super().__init__(404, f"The model {model[:200]!r} does not exist.", param="model", code="model_not_found")
+        super().__init__(404, f"The model {model[:200]!r} does not exist.", param="model", code=MODEL_NOT_FOUND)
 
 
 def as_api_error(exc: Exception, request: web.Request) -> ApiError:
@@ -70,17 +71,17 @@ def as_api_error(exc: Exception, request: web.Request) -> ApiError:
                     str(exc),
                     kind="rate_limit_error",
                     param=exc.param,
-                    code="engine_share_used",
+                    code=ENGINE_SHARE_USED,
                     headers=headers,
                 )
-            code = "engine_overloaded" if isinstance(exc, QueueFull) else "engine_unavailable"
+            code = ENGINE_OVERLOADED if isinstance(exc, QueueFull) else ENGINE_UNAVAILABLE
             return ApiError(503, str(exc), kind="server_error", code=code, headers=headers)
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, "The body is too large.", code="request_too_large")
         case web.RequestPayloadError():
             return ApiError(400, "The body cannot be read: it does not match its headers.")
         case web.HTTPNotFound():
-            return ApiError(404, exc.reason, code="unknown_url")
+            return ApiError(404, exc.reason, code=UNKNOWN_URL)
         case web.HTTPMethodNotAllowed():
             return ApiError(405, exc.reason, code="method_not_allowed", headers={"Allow": exc.headers["Allow"]})
         case web.HTTPException():

@@ -21,6 +21,7 @@ from engine.core.messages import AdapterFacts, Inspection
 from engine.errors import EngineUnavailable, QueueFull
 from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name, named_digest
+from wire.error_codes import ADAPTER_FILES_UNREADABLE, ADAPTER_REFUSED, GENERATION_FAILED
 from wire.errors import BadRequest
 from wire.mixtures import Mixture, Term, is_mixture, parse_terms
 from wire.responses import Model
@@ -184,7 +185,7 @@ class ModelRegistry:
             raise ApiError(404, _as_given(exc, path), param="lora_path", code="adapter_not_found") from None
         except AdapterError as exc:
             _log_failure(name, exc)
-            raise ApiError(400, _as_given(exc, path), param="lora_path", code="adapter_refused") from None
+            raise ApiError(400, _as_given(exc, path), param="lora_path", code=ADAPTER_REFUSED) from None
         except OSError as exc:
             _log_failure(name, exc)
             raise ApiError(400, f"lora_path: the folder cannot be read: {exc.strerror}.", param="lora_path") from None
@@ -287,9 +288,9 @@ def load_error(model: str, error: Exception) -> ApiError | QueueFull:
         return ModelNotFound(model)
     _log_failure(model, error)
     if isinstance(error, AdapterError):
-        return ApiError(400, f"The adapter cannot be served: {error}.", param="model", code="adapter_refused")
+        return ApiError(400, f"The adapter cannot be served: {error}.", param="model", code=ADAPTER_REFUSED)
     if not isinstance(error, OSError):
-        return ApiError(500, "The adapter could not be loaded.", kind="server_error", code="generation_failed")
+        return ApiError(500, "The adapter could not be loaded.", kind="server_error", code=GENERATION_FAILED)
     if error.errno == errno.ENOMEM:
         return QueueFull(f"The adapter cannot be loaded: {error.strerror}.", retry_after=1)
     # The store failed, not the adapter: another engine may be able to read it.
@@ -298,7 +299,7 @@ def load_error(model: str, error: Exception) -> ApiError | QueueFull:
         f"The adapter's files cannot be read: {error.strerror or 'the store failed'}.",
         kind="server_error",
         param="model",
-        code="adapter_files_unreadable",
+        code=ADAPTER_FILES_UNREADABLE,
         headers={"Retry-After": "1"},
     )
 

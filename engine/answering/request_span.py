@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
+from wire.error_codes import GENERATION_FAILED
 from wire.responses import GenerationProgress
 from wire.telemetry.spans import OPERATIONS, Span, Value
 
@@ -54,4 +55,4 @@ def describe_generation(
         attributes["gen_ai.latency.time_in_model_decode"] = now - phases.decode
     span.set(attributes)
     if reason == "error":
-        span.fail("generation_failed")
+        span.fail(GENERATION_FAILED)

@@ -23,6 +23,7 @@ from engine.answering.ticket import Ticket
 from engine.answering.usage_log import UsageSlot
 from engine.metrics.metrics import Metrics
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
+from wire.error_codes import ADAPTER_REFUSED, GENERATION_FAILED
 from wire.errors import BadRequest
 from wire.headers import RECEIPT_HEADER
 from wire.requests import SamplingRequest
@@ -258,10 +259,10 @@ class Run:
                 if delta.fault is not None:
                     raise load_error(self._body.model, delta.fault.error())
                 if delta.error_param is not None:
-                    code = "adapter_refused" if delta.error_param == "model" else None
+                    code = ADAPTER_REFUSED if delta.error_param == "model" else None
                     raise BadRequest(delta.error_param, delta.error or "", code)
                 if delta.error is not None:
-                    raise ApiError(500, delta.error, kind="server_error", code="generation_failed")
+                    raise ApiError(500, delta.error, kind="server_error", code=GENERATION_FAILED)
                 if index in last:
                     self._metrics.inter_token_latency.observe(now - last[index])
                 else:

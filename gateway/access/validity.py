@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from gateway.errors import Forbidden, GatewayError, InvalidKey
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.watched import SESSION_ITSELF
+from wire.error_codes import TENANT_SUSPENDED
 
 
 def problem_of(key_id: str, key: ApiKey | None) -> GatewayError | None:
@@ -21,5 +22,5 @@ def problem_of(key_id: str, key: ApiKey | None) -> GatewayError | None:
     if not key.valid(datetime.now(UTC)):
         return InvalidKey("This API key has expired.")
     if key.tenant is not None and key.tenant.suspended:
-        return Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
+        return Forbidden("This tenant is suspended; ask the operator.", code=TENANT_SUSPENDED)
     return None

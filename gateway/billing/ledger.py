@@ -17,6 +17,7 @@ import msgspec
 from gateway.billing.journal import Journal
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
+from gateway.error_codes import DATABASE_UNAVAILABLE, QUOTA_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.usage_row import UsageRow, encode
@@ -37,7 +38,7 @@ SWEEP_SECONDS = 5.0
 LEFT_BEHIND_SECONDS = 3.0
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 2.0
-AWAY = {"quota_unavailable": "redis does not answer", "database_unavailable": "the database does not answer"}
+AWAY = {QUOTA_UNAVAILABLE: "redis does not answer", DATABASE_UNAVAILABLE: "the database does not answer"}
 
 
 class Ledger:

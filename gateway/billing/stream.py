@@ -12,6 +12,7 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
+from gateway.error_codes import QUOTA_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
 from gateway.redis import sweeps
@@ -150,4 +151,4 @@ class UsageStream:
                 return await call
         except (*REDIS_ERRORS, AttributeError) as error:
             # A cluster's client raises AttributeError if it drops a connection that a call is about to write to.
-            raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error
+            raise Unavailable("The quota store is unavailable; try again shortly.", code=QUOTA_UNAVAILABLE) from error

@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.end_user_writer import EndUserWriter
+from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
@@ -84,7 +85,7 @@ class UsageWriter:
                 raise
             if isinstance(error, DBAPIError) and not is_datas_fault(error):
                 log.error("the database refuses usage rows", exc_info=error)
-                raise Unavailable("The database cannot take usage rows.", code="database_unavailable") from error
+                raise Unavailable("The database cannot take usage rows.", code=DATABASE_UNAVAILABLE) from error
             if len(rows) == 1:
                 if sql_state(error) == CHECK_VIOLATION and not is_second:
                     await self._write(rows, is_second=True)

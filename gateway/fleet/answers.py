@@ -15,6 +15,7 @@ from multidict import CIMultiDict
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.fleet.engine import Traits
 from gateway.fleet.large_objects import PIECE_BYTES, LargeObject, read_object
+from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_OVERLOADED, ENGINE_UNAVAILABLE, GENERATION_FAILED
 from wire.http_errors import HTTP_ERRORS
 from wire.responses import FIELDS_HEADER, AnswerHead, ReportLine
 
@@ -63,10 +64,10 @@ _line = msgspec.json.Decoder(ReportLine)
 # Codes of our engine's failures, and their messages for clients. An engine's own message may quote another request or
 # its host's paths.
 FAILURES = {
-    "engine_overloaded": "The engine is overloaded; try again shortly.",
-    "adapter_files_unreadable": "The adapter's files cannot be read at present; try again shortly.",
-    "engine_unavailable": "The engine accepts no requests; send the request again.",
-    "generation_failed": "The engine could not generate an answer to this request.",
+    ENGINE_OVERLOADED: "The engine is overloaded; try again shortly.",
+    ADAPTER_FILES_UNREADABLE: "The adapter's files cannot be read at present; try again shortly.",
+    ENGINE_UNAVAILABLE: "The engine accepts no requests; send the request again.",
+    GENERATION_FAILED: "The engine could not generate an answer to this request.",
 }
 FAILED = "The engine failed; send the request again."
 REFUSED = "The engine refused the request."

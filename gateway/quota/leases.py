@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import msgspec
 
+from gateway.error_codes import QUOTA_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.limits.kinds import TAKES_ONE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
@@ -64,7 +65,7 @@ class Leases:
         if (reservation.tenant_id, reservation.request_id) in self._settled:
             # It has no reservation: nothing would count or limit its further tokens.
             raise Unavailable(
-                "The quota store was out of reach for too long; send the request again.", code="quota_unavailable"
+                "The quota store was out of reach for too long; send the request again.", code=QUOTA_UNAVAILABLE
             )
         lease = self._leases.get(reservation.tenant_id, {}).get(reservation.request_id)
         if lease is not None:

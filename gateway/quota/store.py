@@ -13,6 +13,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ResponseError
 
+from gateway.error_codes import QUOTA_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
@@ -169,4 +170,4 @@ class QuotaStore:
 
 
 def unavailable() -> Unavailable:
-    return Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable")
+    return Unavailable("The quota store is unavailable; try again shortly.", code=QUOTA_UNAVAILABLE)

@@ -21,6 +21,7 @@ from typing import Any
 from sqlalchemy import Row, TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
@@ -190,7 +191,7 @@ class Changes:
         first = rows[0]
         if first.standby:
             await self._database.reconnect("it is a standby")
-            raise Unavailable("The database is a standby; try again shortly.", code="database_unavailable")
+            raise Unavailable("The database is a standby; try again shortly.", code=DATABASE_UNAVAILABLE)
         self._notice(rows)
         self._read_at = asked_at
 

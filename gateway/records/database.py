@@ -21,6 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 import migrations as versions
+from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.schema_support import find_problem
@@ -268,7 +269,7 @@ def _translated(outage: Outage) -> Iterator[None]:
         if isinstance(error, DBAPIError) and (is_datas_fault(error) or isinstance(error, ProgrammingError)):
             raise
         outage.failed(_cause(error))
-        raise Unavailable("The database is unavailable; try again shortly.", code="database_unavailable") from error
+        raise Unavailable("The database is unavailable; try again shortly.", code=DATABASE_UNAVAILABLE) from error
 
 
 async def upgrade(url: str) -> None:
@@ -304,7 +305,7 @@ def _make_sqlite(path: Path) -> None:
         except sqlite3.OperationalError as error:
             # SQLite does not wait for another process that makes the switch at this moment, whatever its time-out.
             if time.monotonic() > deadline:
-                raise Unavailable("The database is unavailable.", code="database_unavailable") from error
+                raise Unavailable("The database is unavailable.", code=DATABASE_UNAVAILABLE) from error
             time.sleep(0.02)
 
 

@@ -26,6 +26,7 @@ from sqlalchemy import MetaData, Table, func, select, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.records.database import MIGRATION_LOCK, Database
 from gateway.records.lock_waits import waiting_at_most
@@ -102,7 +103,7 @@ def waiting_briefly(database: Database) -> AbstractAsyncContextManager[AsyncConn
 
 def _in_use() -> Unavailable:
     message = "The table usage is in use by other transactions; try again shortly."
-    return Unavailable(message, code="database_unavailable")
+    return Unavailable(message, code=DATABASE_UNAVAILABLE)
 
 
 @asynccontextmanager

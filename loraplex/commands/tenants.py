@@ -12,13 +12,11 @@ from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
 from loraplex.commands.values import TenantCommand, Words, given, limit_names
 from loraplex.commands.whoami import print_left
+from wire.error_codes import UNKNOWN_URL
 from wire.money import exact_money
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
-
-# Error code of a gateway for a route that its release does not have.
-UNKNOWN_ROUTE = "unknown_url"
 
 
 @click.group()
@@ -121,7 +119,7 @@ async def _left(client: "GatewayClient", name: str) -> dict[str, Any] | None:
     try:
         return (await client.call("GET", f"/admin/api/tenants/{quote(name, safe='')}/limits"))["limits"]
     except GatewayError as error:
-        if error.code != UNKNOWN_ROUTE:
+        if error.code != UNKNOWN_URL:
             raise
         return None
 

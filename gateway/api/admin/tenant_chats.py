@@ -21,6 +21,7 @@ from gateway.records.bases.registry import Bases
 from gateway.records.keys.keys import KEY_ID
 from gateway.records.keys.watched import TENANT_ITSELF
 from gateway.records.tenants.tenants import Tenant, Tenants
+from wire.error_codes import TENANT_SUSPENDED
 
 # Stands for a person who logged in without a key. The audit names the person, whom the tenant need not know.
 PERSON = "oidc"
@@ -86,7 +87,7 @@ class TenantChats:
         """Give the request the tenant's principal. Raises RecordNotFound, Forbidden for a suspended tenant."""
         tenant = await self._tenants.get(request.match_info["tenant"])
         if tenant.suspended:
-            raise Forbidden("This tenant is suspended; resume it first.", code="tenant_suspended")
+            raise Forbidden("This tenant is suspended; resume it first.", code=TENANT_SUSPENDED)
         principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR], watched_by(request))
         await self._audit.add(request[ACTOR], "playground.request", tenant.name, {}, tenant=tenant.name)
         note_key(principal.key_id, tenant.name, tenant.id)

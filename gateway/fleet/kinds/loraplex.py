@@ -25,7 +25,7 @@ from gateway.fleet.kinds.kind import (
     with_clients_names,
 )
 from wire.digests import digest_name
-from wire.error_codes import ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
+from wire.error_codes import ENGINE_SHARE_USED, ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
 from wire.headers import (
     ALLOWANCE_HEADER,
     BASE_HEADER,
@@ -127,7 +127,7 @@ class Loraplex(EngineKind):
         if answer.status == 404 and detail.code == MODEL_NOT_FOUND and model.adapters:
             what = "the adapter" if model.mixture is None else "an adapter of"
             return FilesMissing(f"The files of {what} '{model.name}' are missing from the adapter store.")
-        if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
+        if answer.status in (429, 503) and detail.code == ENGINE_SHARE_USED:
             return EngineShareUsed(
                 f"Your share of the engine is used up: {detail.message.rstrip('.')}.",
                 param=detail.param,

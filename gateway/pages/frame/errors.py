@@ -6,6 +6,7 @@ from aiohttp.typedefs import Middleware
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
 from gateway.errors import ERROR_CODE, REQUEST_ID, Handler, RecordNotFound, translate
 from gateway.pages.frame.frame import Frame
+from wire.error_codes import UNKNOWN_URL
 
 TITLES = {
     400: "This cannot be shown",
@@ -57,7 +58,7 @@ def error_pages(frame: Frame) -> Middleware:
 
 
 def _no_page() -> RecordNotFound:
-    return RecordNotFound("No page has this address.", code="unknown_url")
+    return RecordNotFound("No page has this address.", code=UNKNOWN_URL)
 
 
 def _is_page(request: web.Request) -> bool:

@@ -20,6 +20,7 @@ from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailab
 from gateway.pages.login.login import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from wire.error_codes import TENANT_SUSPENDED
 
 STATE_COOKIE = "loraplex_oidc"
 # Purpose of the seal of a log-in's state.
@@ -126,7 +127,7 @@ class OidcPages:
             except RecordNotFound as error:
                 raise Forbidden("The tenant of your group does not exist.", code="role_needed") from error
             if tenant.suspended:
-                raise Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
+                raise Forbidden("This tenant is suspended; ask the operator.", code=TENANT_SUSPENDED)
         subject = claims["sub"]
         if not PLAIN_SUBJECT.fullmatch(subject):
             subject = self._auth.seal("oidc-subject", subject)[:HASHED_CHARS]

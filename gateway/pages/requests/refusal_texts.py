@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
 from gateway.records.requests.refusal_report import Cause
+from wire.error_codes import ENGINE_SHARE_USED
 
 # Advice by the class of the limit, and by the code of a refusal without a limit.
 ADVICE = {
@@ -13,7 +14,7 @@ ADVICE = {
     "concurrency": "The client sends more requests at once than the limit allows: it should queue them itself.",
     "budget": "The budget is spent until it resets; only a higher one helps before.",
     "server_overloaded": "Every engine was full and the queue too: more engines would help, a limit would not.",
-    "engine_share_used": "The tenant used up its share of an engine; other tenants were served.",
+    ENGINE_SHARE_USED: "The tenant used up its share of an engine; other tenants were served.",
     "too_many_bodies": "The gateway's memory for request bodies was full; see LORAPLEX_BODY_MEMORY_BYTES.",
     "too_many_wrong_keys": "Too many wrong keys came from one address.",
     "too_many_refused_requests": "Too many of the tenant's requests were invalid; their errors name the fields.",

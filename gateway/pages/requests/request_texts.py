@@ -5,6 +5,7 @@ from typing import NamedTuple
 from gateway.limits.kinds import KINDS
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.records.requests.log import LogEntry
+from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_SHARE_USED, MODEL_NOT_FOUND, TENANT_SUSPENDED
 from wire.money import format_money
 
 KIND_OF = {kind.name: kind for kind in KINDS}
@@ -101,16 +102,16 @@ def reason(entry: LogEntry, currency: str) -> str:
 EXPLANATIONS = {
     "insufficient_permissions": "The key does not have the scope that the route needs.",
     "model_not_allowed": "The key is limited to some models, and this one is not among them.",
-    "model_not_found": "There is no model of this name for the tenant, or its version is not served.",
+    MODEL_NOT_FOUND: "There is no model of this name for the tenant, or its version is not served.",
     "context_length_exceeded": "The prompt and its max_tokens are longer than the model's context.",
-    "tenant_suspended": "The tenant is suspended.",
+    TENANT_SUSPENDED: "The tenant is suspended.",
     "server_overloaded": "The engines were full, and the queue was too long. A repetition later may pass.",
-    "engine_share_used": "The tenant used its share of the full engines. A repetition later may pass.",
+    ENGINE_SHARE_USED: "The tenant used its share of the full engines. A repetition later may pass.",
     "shutting_down": "The gateway was stopped, and the request did not end in the time that running requests get.",
     "engine_died": "The engine died with the request, or the connection to it broke.",
     "engine_error": "The engine failed, or its answer was not valid.",
     "adapter_files_missing": "The adapter store lacks the adapter's files. Check it, or upload the adapter again.",
-    "adapter_files_unreadable": "No engine could read the adapter's files. Check the adapter store.",
+    ADAPTER_FILES_UNREADABLE: "No engine could read the adapter's files. Check the adapter store.",
     "invalid_body": "The body of the request is not what the route expects.",
 }
 

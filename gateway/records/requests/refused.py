@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
+from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Exceeded, Unavailable
 from gateway.process.outage import Outage
 from gateway.records.database import Database
@@ -140,7 +141,7 @@ class RefusalLog:
                 await connection.execute(insert, [_columns(refused) for refused in batch])
         except DBAPIError as error:
             if not is_datas_fault(error):
-                raise Unavailable("The database cannot take refused requests.", code="database_unavailable") from error
+                raise Unavailable("The database cannot take refused requests.", code=DATABASE_UNAVAILABLE) from error
             if len(batch) == 1:
                 self._dropped(1)
                 log.error("the database refuses a row of a refused request: %s", type(error).__name__)
