@@ -52,8 +52,8 @@ def serve(parent: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _fork_check(client: socket.socket, checks: dict[int, socket.socket], own: list[socket.socket]) -> None:
-    """Start the check of a client and add it to `checks`. own: the server's sockets, which the check closes."""
+def _fork_check(client: socket.socket, checks: dict[int, socket.socket], server_sockets: list[socket.socket]) -> None:
+    """Start the check of a client and add it to `checks`. server_sockets: closed by the check."""
     job, parent = client.recv(MAX_JOB_BYTES), os.getpid()
     try:
         pid = os.fork()
@@ -62,7 +62,7 @@ def _fork_check(client: socket.socket, checks: dict[int, socket.socket], own: li
         client.close()
         return
     if pid == 0:
-        _be_check(job, parent, client, [*own, *checks.values()])
+        _be_check(job, parent, client, [*server_sockets, *checks.values()])
     checks[pid] = client
 
 

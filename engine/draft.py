@@ -46,12 +46,12 @@ def find_draft(config: EngineConfig, model: ModelConfig, platform: Platform) -> 
     return draft, found
 
 
-def _check_vocabulary(base: Path, model: ModelConfig, path: Path, found: ModelConfig) -> None:
-    if found.vocab_size != model.vocab_size:
+def _check_vocabulary(base: Path, model: ModelConfig, path: Path, draft: ModelConfig) -> None:
+    if draft.vocab_size != model.vocab_size:
         raise refused(
             "model",
             f"expected a model of the base model's vocabulary of {model.vocab_size} tokens, {path} has "
-            f"{found.vocab_size}",
+            f"{draft.vocab_size}",
         )
     own, others = _read_vocabulary(base), _read_vocabulary(path)
     different = sorted(i for i in own.keys() & others.keys() if own[i] != others[i])

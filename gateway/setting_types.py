@@ -211,15 +211,15 @@ def env_name(name: str) -> str:
     return PREFIX + name.upper()
 
 
-def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
+def convert(name: str, hint: Any, raw: Any, *, quotes: bool) -> Any:
     """Convert a string, or an override that is already typed, to a field's type, and check it. Raises SettingsError.
 
     quotes: whether an error may quote the value; secrets and URLs that can contain one are not quoted.
     """
     kind, meta = _kind(hint), expectation(hint)
-    expected = f"expected {meta.title}" + (f"; got {str(given)!r}" if quotes else "")
+    expected = f"expected {meta.title}" + (f"; got {str(raw)!r}" if quotes else "")
     try:
-        value = msgspec.convert(_parse(kind, given), hint)
+        value = msgspec.convert(_parse(kind, raw), hint)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         # RuntimeError: a path `~name` without such a user.
         raise SettingsError(env_name(name), expected) from error
@@ -232,16 +232,16 @@ def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
     return value
 
 
-def _parse(kind: Any, given: Any) -> Any:
+def _parse(kind: Any, raw: Any) -> Any:
     """Parse a text as a value of a field's type. Raises KeyError, TypeError or ValueError."""
-    if kind is bool and isinstance(given, str):
-        return FLAGS[given.lower()]
+    if kind is bool and isinstance(raw, str):
+        return FLAGS[raw.lower()]
     if kind is tuple:
-        parts = given.split(",") if isinstance(given, str) else list(given)
+        parts = raw.split(",") if isinstance(raw, str) else list(raw)
         return tuple(part.strip().rstrip("/") for part in parts if part.strip())
     if kind is Path:
-        return Path(given).expanduser()
-    return kind(given) if kind in (int, float) else given
+        return Path(raw).expanduser()
+    return kind(raw) if kind in (int, float) else raw
 
 
 def _kind(hint: Any) -> Any:

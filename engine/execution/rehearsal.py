@@ -202,10 +202,10 @@ class _Enough(Exception):
 def _measure_graphs(capture: Callable[[Callable[[int, int], None]], StepRunner], peak: Callable[[], int]) -> int:
     risen, total = [peak()], 0
 
-    def captured(done: int, of: int) -> None:
+    def captured(done: int, num_graphs: int) -> None:
         nonlocal total
         risen.append(peak())
-        total = of
+        total = num_graphs
         if done == MEASURED_CAPTURES:
             raise _Enough
 

@@ -82,9 +82,9 @@ class Access:
         return scheme.lower() == "bearer" and sum([_equal(given.strip(), key) for key in self._api_keys]) > 0
 
 
-def _equal(given: str, secret: str) -> bool:
+def _equal(credential: str, secret: str) -> bool:
     # aiohttp decodes bytes that are not UTF-8 as surrogates.
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode())
+    return hmac.compare_digest(credential.encode("utf-8", "surrogateescape"), secret.encode())
 
 
 def is_loopback(host: str | None) -> bool:

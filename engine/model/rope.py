@@ -60,19 +60,19 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     return RopeConfig(theta, kind, parameters)
 
 
-def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> None:
+def _check_optional_rope(kind: str, field: str, parameters: dict[str, Any]) -> None:
     """Check the types of optional rope fields, which would fail later with a TypeError. Raises ConfigError."""
     for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale"):
         if parameters.get(name) is not None:
-            positive_number(f"{given}.{name}", parameters[name])
+            positive_number(f"{field}.{name}", parameters[name])
     if kind == "llama3" and not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
-        raise ConfigError(f"{given}.high_freq_factor", f"expected more than low_freq_factor, got {as_json(parameters)}")
+        raise ConfigError(f"{field}.high_freq_factor", f"expected more than low_freq_factor, got {as_json(parameters)}")
     if kind == "factors":
         factors = parameters.get("factors")
         if not isinstance(factors, list) or not factors:
-            raise ConfigError(f"{given}.factors", f"expected a list of numbers, got {as_json(factors)}")
+            raise ConfigError(f"{field}.factors", f"expected a list of numbers, got {as_json(factors)}")
         for factor in factors:
-            positive_number(f"{given}.factors", factor)
+            positive_number(f"{field}.factors", factor)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[list[float], float]:

@@ -56,8 +56,8 @@ class WeightsFile(Protocol):
     def close(self) -> None: ...
 
 
-def damaged(path: Path, what: str) -> ConfigError:
-    return ConfigError("model", f"{path} is damaged or cut off: {what}")
+def damaged(path: Path, problem: str) -> ConfigError:
+    return ConfigError("model", f"{path} is damaged or cut off: {problem}")
 
 
 def tensor_error(path: Path, name: str, problem: str, field: str = "model") -> ConfigError:

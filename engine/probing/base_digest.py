@@ -16,25 +16,25 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", 
 
 def base_digest(model: Path) -> str:
     """Return 64 hexadecimal digits for a model folder or a GGUF file. Raises OSError, ValueError."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if model.is_file():
-        _add_file(found, model)
-        return found.hexdigest()
+        _add_file(digest, model)
+        return digest.hexdigest()
     config = json.loads((model / "config.json").read_bytes())
     lasting = {name: value for name, value in config.items() if name not in _INCIDENTAL}
-    found.update(json.dumps(lasting, sort_keys=True).encode())
+    digest.update(json.dumps(lasting, sort_keys=True).encode())
     files = sorted(model.glob("*.safetensors")) or sorted(model.glob("*.gguf"))
     for path in files:
-        found.update(path.name.encode() + b"\0")
-        _add_file(found, path)
-    return found.hexdigest()
+        digest.update(path.name.encode() + b"\0")
+        _add_file(digest, path)
+    return digest.hexdigest()
 
 
-def _add_file(found: "hashlib._Hash", path: Path) -> None:
+def _add_file(digest: "hashlib._Hash", path: Path) -> None:
     size = path.stat().st_size
-    found.update(size.to_bytes(8, "big"))
+    digest.update(size.to_bytes(8, "big"))
     with path.open("rb") as file:
-        found.update(file.read(HEAD_BYTES))
+        digest.update(file.read(HEAD_BYTES))
         for i in range(SAMPLES):
             file.seek(max(0, size - SAMPLE_BYTES) * (i + 1) // SAMPLES)
-            found.update(file.read(SAMPLE_BYTES))
+            digest.update(file.read(SAMPLE_BYTES))

@@ -147,10 +147,10 @@ class Prober:
                 raise QueueFull(found[index].error or "The engine dropped the probe.", retry_after=1)
         return [np.frombuffer(row, np.float32) for row in rows if row is not None]
 
-    def _result(self, inspected: Inspection, reasons: list[ProbeReason], found: list[Difference]) -> AdapterProbe:
+    def _result(self, inspected: Inspection, reasons: list[ProbeReason], differences: list[Difference]) -> AdapterProbe:
         adapter = inspected.adapter
-        largest = [each.largest for each in found if each.largest is not None]
-        divergence = [each.divergence for each in found if each.divergence is not None]
+        largest = [each.largest for each in differences if each.largest is not None]
+        divergence = [each.divergence for each in differences if each.divergence is not None]
         return AdapterProbe(
             digest=digest_name(adapter.digest),
             reasons=tuple(reasons),
@@ -159,8 +159,8 @@ class Prober:
             host_bytes=adapter.num_bytes,
             device_bytes=adapter.num_pages * self._facts.page_bytes + inspected.outside_bytes,
             device_pages=adapter.num_pages,
-            largest_difference=max(largest) if largest and len(largest) == len(found) else None,
-            divergence=max(divergence) if divergence and len(divergence) == len(found) else None,
+            largest_difference=max(largest) if largest and len(largest) == len(differences) else None,
+            divergence=max(divergence) if divergence and len(divergence) == len(differences) else None,
             base_digest=self._base_digest,
             engine_version=version("loraplex"),
         )

@@ -259,9 +259,9 @@ class _Combinations:
         return shape
 
 
-def _at_most(most: int, found: int, name: str, param: str) -> None:
-    if found > most:
-        raise BadRequest.of(param, f"{name}: expected at most {most}, got {found}.")
+def _at_most(most: int, count: int, name: str, param: str) -> None:
+    if count > most:
+        raise BadRequest.of(param, f"{name}: expected at most {most}, got {count}.")
 
 
 @dataclass(slots=True)

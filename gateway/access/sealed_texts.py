@@ -16,9 +16,9 @@ def sealed(seal: Seal, purpose: str, value: Any) -> str:
     return f"{text}.{seal(purpose, text)}"
 
 
-def unsealed(seal: Seal, purpose: str, given: str, kind: Any) -> Any:
+def unsealed(seal: Seal, purpose: str, sealed_text: str, kind: Any) -> Any:
     """Return the value of a text that `sealed` made, whose type is `kind`; None for any other text."""
-    text, _, found = given.partition(".")
-    if not hmac.compare_digest(found.encode("utf-8", "replace"), seal(purpose, text).encode()):
+    text, _, signature = sealed_text.partition(".")
+    if not hmac.compare_digest(signature.encode("utf-8", "replace"), seal(purpose, text).encode()):
         return None
     return decode_cursor(text, kind)

@@ -88,7 +88,7 @@ class OwnKey:
         return json_response(_describe(principal, left, self._currency))
 
 
-def _describe(principal: TenantPrincipal, found: Sequence[Left | Limit], currency: str) -> KeyInfo:
+def _describe(principal: TenantPrincipal, limits: Sequence[Left | Limit], currency: str) -> KeyInfo:
     now = datetime.now(UTC)
     return KeyInfo(
         id=principal.key_id,
@@ -98,16 +98,16 @@ def _describe(principal: TenantPrincipal, found: Sequence[Left | Limit], currenc
         models=principal.allowed_models,
         expires_at=principal.expires_at,
         limits=LimitsLeft(
-            key=limits_left("key", found, now, currency), tenant=limits_left("tenant", found, now, currency)
+            key=limits_left("key", limits, now, currency), tenant=limits_left("tenant", limits, now, currency)
         ),
-        budget=budget_left(found, now, currency),
+        budget=budget_left(limits, now, currency),
     )
 
 
-def limits_left(owner: str, found: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
+def limits_left(owner: str, limits: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
     """Return the limits of "key" or "tenant" by the names of their kinds. A `Limit` has an unknown remaining amount."""
     rests = {}
-    for each in found:
+    for each in limits:
         limit, remaining, at = _parts(each, now)
         if limit.owner == owner:
             is_money = limit.kind.is_budget
@@ -120,9 +120,9 @@ def limits_left(owner: str, found: Iterable[Left | Limit], now: datetime, curren
     return rests
 
 
-def budget_left(found: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
+def budget_left(limits: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
     """Return the budget with the least left; None without budgets."""
-    budgets = [parts for each in found if (parts := _parts(each, now))[0].kind.is_budget]
+    budgets = [parts for each in limits if (parts := _parts(each, now))[0].kind.is_budget]
     if not budgets:
         return None
     limit, remaining, at = min(budgets, key=lambda parts: parts[0].value if parts[1] is None else parts[1])

@@ -72,7 +72,7 @@ class KeyManager:
     async def create(
         self,
         tenant: Tenant,
-        given: NewKey,
+        new_key: NewKey,
         actor: str,
         by: TenantPrincipal | None = None,
         *,
@@ -84,11 +84,11 @@ class KeyManager:
         Raises BadRequest, Conflict for an id that exists and, for a tenant's caller, Forbidden.
         """
         own = TENANT_SCOPES if by is None else by.scopes
-        scopes = DEFAULT_SCOPES & own if given.scopes is UNSET else frozenset(given.scopes)
+        scopes = DEFAULT_SCOPES & own if new_key.scopes is UNSET else frozenset(new_key.scopes)
         if scopes - TENANT_SCOPES or not scopes:
             raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
-        check_future(given.expires_at)
-        models, expires_at = given.allowed_models, given.expires_at
+        check_future(new_key.expires_at)
+        models, expires_at = new_key.allowed_models, new_key.expires_at
         if by is not None:
             expires_at = _not_after(by, expires_at)
             if models is None:
@@ -100,20 +100,20 @@ class KeyManager:
         key, clear = self._auth.issue(
             tenant,
             scopes,
-            given.label,
+            new_key.label,
             expires_at=expires_at,
             allowed_models=models,
-            limits=given.limits(),
+            limits=new_key.limits(),
             key_id=key_id,
         )
         await self._keys.add(key, actor, bounded=by is not None)
         return key, clear
 
-    async def create_admin(self, given: NewAdminKey, actor: str, *, key_id: str | None = None) -> tuple[ApiKey, str]:
+    async def create_admin(self, new_key: NewAdminKey, actor: str, *, key_id: str | None = None) -> tuple[ApiKey, str]:
         """Return a new admin key and its clear text. key_id: its id. Raises BadRequest, Conflict."""
-        check_future(given.expires_at)
-        scopes = frozenset({ADMIN_SCOPES[given.role]})
-        key, clear = self._auth.issue(None, scopes, given.label, expires_at=given.expires_at, key_id=key_id)
+        check_future(new_key.expires_at)
+        scopes = frozenset({ADMIN_SCOPES[new_key.role]})
+        key, clear = self._auth.issue(None, scopes, new_key.label, expires_at=new_key.expires_at, key_id=key_id)
         await self._keys.add(key, actor)
         return key, clear
 
@@ -162,7 +162,7 @@ class KeyManager:
     async def change(
         self,
         key_id: str,
-        given: KeyChanges,
+        changed_fields: KeyChanges,
         actor: str,
         by: TenantPrincipal | None = None,
         *,
@@ -172,7 +172,7 @@ class KeyManager:
 
         Raises RecordNotFound, also for another tenant's key, BadRequest, Changed.
         """
-        changes = given.given()
+        changes = changed_fields.given()
         if not changes:
             raise BadRequest("Expected a label or a limit to change.")
         key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id, seen=seen)

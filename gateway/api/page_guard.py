@@ -99,16 +99,21 @@ async def read_form(request: web.Request, owner: str = OPERATOR, most: int = MAX
     return MultiDictProxy(MultiDict(fields))
 
 
-def safe_next(given: str | None, home: str) -> str:
-    """Return the path to go to after the log-in: `given` if it is a path below `home`, otherwise `home` itself.
+def safe_next(wanted_path: str | None, home: str) -> str:
+    """Return the path to go to after the log-in: `wanted_path` if it is a path below `home`, otherwise `home` itself.
 
     A URL of another site is never returned, however it is written.
     """
     fallback = f"{home}/"
-    if not given or len(given) > MAX_NEXT_CHARS or not re.fullmatch(r"[\x21-\x7e]+", given) or "\\" in given:
+    if (
+        not wanted_path
+        or len(wanted_path) > MAX_NEXT_CHARS
+        or not re.fullmatch(r"[\x21-\x7e]+", wanted_path)
+        or "\\" in wanted_path
+    ):
         return fallback
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(wanted_path)
     except ValueError:  # such as "//["
         return fallback
     if parts.scheme or parts.netloc or not (parts.path == home or parts.path.startswith(fallback)):
@@ -117,7 +122,7 @@ def safe_next(given: str | None, home: str) -> str:
     inner = parts.path.rstrip("/").split("/")[1:]
     if any(part.lower().replace("%2e", ".") in ("", ".", "..") for part in inner):
         return fallback
-    return fallback if parts.path.startswith((f"{home}/login", f"{home}/logout")) else given
+    return fallback if parts.path.startswith((f"{home}/login", f"{home}/logout")) else wanted_path
 
 
 def _without_session(request: web.Request, home: str, is_read: bool) -> web.Response:

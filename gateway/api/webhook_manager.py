@@ -48,17 +48,17 @@ class WebhookManager:
         self._http_hosts = http_hosts
 
     async def put(
-        self, name: str, given: NewWebhook, actor: str, *, seen: Webhook | None = None
+        self, name: str, fields: NewWebhook, actor: str, *, seen: Webhook | None = None
     ) -> tuple[Webhook, bool, str | None]:
         """Add or change a webhook. Return it, whether it is new, and a new one's secret, which is not shown again.
 
         An e-mail address has no secret. seen: the webhook on which the change is based. Raises BadRequest,
         RecordNotFound for an unknown tenant, Changed.
         """
-        tenant = None if given.tenant is None else await self._tenants.get(given.tenant)
-        check_url(given.url, self._http_hosts, has_mail=self.has_mail, is_tenants=tenant is not None)
-        types = None if given.types is None else sorted(set(given.types))
-        webhook, is_new = await self.webhooks.put(name, given.url, types, tenant, actor, seen=seen)
+        tenant = None if fields.tenant is None else await self._tenants.get(fields.tenant)
+        check_url(fields.url, self._http_hosts, has_mail=self.has_mail, is_tenants=tenant is not None)
+        types = None if fields.types is None else sorted(set(fields.types))
+        webhook, is_new = await self.webhooks.put(name, fields.url, types, tenant, actor, seen=seen)
         secret = webhook_secret(split_peppers(self._pepper)[0], webhook.id) if is_new and not webhook.is_mail else None
         return webhook, is_new, secret
 

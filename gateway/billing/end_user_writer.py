@@ -52,10 +52,10 @@ def sums_of(rows: Iterable[UsageRow]) -> dict[Key, dict[str, Any]]:
     return sums
 
 
-def _days_of(added: Mapping[Key, Mapping[str, Any]], found: Sequence[Row[Any]]) -> list[dict[str, Any]]:
-    """Return the changes of `usage_end_user_days`. added: the added sums. found: the sums after the addition."""
+def _days_of(added: Mapping[Key, Mapping[str, Any]], sums: Sequence[Row[Any]]) -> list[dict[str, Any]]:
+    """Return the changes of `usage_end_user_days`. added: the added sums. sums: the sums after the addition."""
     days: dict[tuple[datetime, str], dict[str, Any]] = {}
-    for row in found:
+    for row in sums:
         more = added[row.day, row.tenant_id, row.end_user]
         empty = {"day": row.day, "tenant_id": row.tenant_id, "end_users": 0, "requests": 0}
         entry = days.setdefault((row.day, row.tenant_id), empty | {f"most_{name}": 0 for name in SUMMED})

@@ -246,24 +246,24 @@ class EngineLost(EngineBroke):
     code = "engine_died"
 
 
-async def read_fields(data: bytes | bytearray, what: str) -> Fields:
+async def read_fields(data: bytes | bytearray, subject: str) -> Fields:
     """Return the fields of a JSON object; those of a large one are found in pieces. Raises UpstreamFailed."""
     if len(data) <= LARGE_BYTES:
-        return decode_fields(data, what)
+        return decode_fields(data, subject)
     try:
         return await read_object(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UpstreamFailed(f"The engine's {what} is not valid JSON.") from error
+        raise UpstreamFailed(f"The engine's {subject} is not valid JSON.") from error
 
 
-def decode_fields(data: bytes | bytearray, what: str) -> Fields:
+def decode_fields(data: bytes | bytearray, subject: str) -> Fields:
     """Return the fields of a JSON object. Raises UpstreamFailed."""
     try:
         return _fields.decode(data)
     except msgspec.ValidationError as error:
-        raise UpstreamFailed(f"The engine's {what} is not a JSON object.") from error
+        raise UpstreamFailed(f"The engine's {subject} is not a JSON object.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UpstreamFailed(f"The engine's {what} is not valid JSON.") from error
+        raise UpstreamFailed(f"The engine's {subject} is not valid JSON.") from error
 
 
 def slice_fields(body: bytearray, lengths: str) -> Fields:

@@ -79,10 +79,10 @@ class Drains:
         return result
 
 
-def _decoded(found: Mapping[Any, Any]) -> dict[str, Drained]:
+def _decoded(entries: Mapping[Any, Any]) -> dict[str, Drained]:
     """Return the drains by URL. An entry that this release cannot read drains its engine too."""
     drained = {}
-    for key, value in found.items():
+    for key, value in entries.items():
         url = key.decode() if isinstance(key, bytes) else key
         try:
             drained[url] = msgspec.json.decode(value, type=Drained)

@@ -197,15 +197,15 @@ class Quarantine:
         """Note that an engine died with a tenant's suspects, as `died`."""
         self._died(engine, tenant_id, named(suspects), instance)
 
-    def _died(self, engine: EngineRecord, tenant_id: str, own: Names, instance: str | None) -> None:
+    def _died(self, engine: EngineRecord, tenant_id: str, own_names: Names, instance: str | None) -> None:
         if instance in (None, engine.state.instance):
             tenants, names = engine.requests.report_left()
-            self._note_on(engine, tenants | {tenant_id}, [own, *names], self._clock())
+            self._note_on(engine, tenants | {tenant_id}, [own_names, *names], self._clock())
             return
         # The others on a former instance were reported at its end, unless that was no death.
         known = self._deaths.of_instance(engine.url, instance)
         tenants, at = ({tenant_id}, known[-1].at) if known else ({tenant_id, UNKNOWN_TENANTS}, self._clock())
-        self._note_on(engine, tenants, [own], at, instance)
+        self._note_on(engine, tenants, [own_names], at, instance)
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were there."""

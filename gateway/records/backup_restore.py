@@ -31,10 +31,10 @@ class Restored(NamedTuple):
     missing: list[str]
 
 
-def check_peppers(backup: BackupFile, given: Sequence[str]) -> None:
+def check_peppers(backup: BackupFile, fingerprints: Sequence[str]) -> None:
     """Raise BackupError if keys of the backup need other peppers than the given ones, by their fingerprints."""
-    lacking = sorted(set(backup.header.peppers) - set(given))
-    if given and lacking:
+    lacking = sorted(set(backup.header.peppers) - set(fingerprints))
+    if fingerprints and lacking:
         raise BackupError(
             f"LORAPLEX_KEY_PEPPER: is not the pepper of the backup ({', '.join(lacking)}), so its keys would not work; "
             "unset it to restore them all the same"

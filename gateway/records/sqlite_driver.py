@@ -91,7 +91,7 @@ class _Done(NamedTuple):
     lastrowid: int | None
 
 
-def _run(connection: sqlite3.Connection, begins: bool, method: str, *given: Any) -> _Done:
+def _run(connection: sqlite3.Connection, begins: bool, method: str, *arguments: Any) -> _Done:
     """Run a statement and read its first rows, in the connection's thread. method: `execute` or `executemany`.
 
     begins: whether a transaction begins before it.
@@ -101,7 +101,7 @@ def _run(connection: sqlite3.Connection, begins: bool, method: str, *given: Any)
     try:
         if begins:
             cursor.execute("BEGIN")
-        getattr(cursor, method)(*given)
+        getattr(cursor, method)(*arguments)
         rows = cursor.fetchmany(FIRST_ROWS) if cursor.description else []
         is_read = len(rows) < FIRST_ROWS
         return _Done(None if is_read else cursor, rows, cursor.description, cursor.rowcount, cursor.lastrowid)
@@ -160,16 +160,16 @@ class _Cursor:
         if left is not None:
             await self._connection._execute(left.close)
 
-    async def _call(self, method: str, *given: Any) -> None:
+    async def _call(self, method: str, *arguments: Any) -> None:
         await self.close()
         connection = self._connection
         begins, connection.begins, connection.is_at_rest = connection.begins, False, False
-        done: _Done = await connection._execute(_run, connection._conn, begins, method, *given)
+        done: _Done = await connection._execute(_run, connection._conn, begins, method, *arguments)
         self._left, rows, self.description, self.rowcount, self.lastrowid = done
         self._rows.extend(rows)
 
-    async def _read(self, method: str, *given: Any) -> None:
+    async def _read(self, method: str, *arguments: Any) -> None:
         """Read more rows, if there may be any."""
         if self._left is not None:
-            self._rows.extend(await self._connection._execute(getattr(self._left, method), *given))
+            self._rows.extend(await self._connection._execute(getattr(self._left, method), *arguments))
             self.rowcount = self._left.rowcount

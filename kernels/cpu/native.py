@@ -276,14 +276,14 @@ class NativeForward:
         return self._workspaces[3][: num_rows * width].view(num_rows, width)
 
 
-def route(found: LoraRouting, page_rank: int, width: int) -> tuple[structs.Routing, tuple[object, ...]]:
+def route(lora: LoraRouting, page_rank: int, width: int) -> tuple[structs.Routing, tuple[object, ...]]:
     """Return a routing in the library's form, and the objects that it points to. width: columns of h per projection."""
-    order, items = segments(found.adapter_index.numpy())
+    order, items = segments(lora.adapter_index.numpy())
     routing = structs.Routing(
-        found.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
-        found.ranks.data_ptr(), len(items), found.page_table.shape[1], page_rank, width,
+        lora.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, lora.page_table.data_ptr(),
+        lora.ranks.data_ptr(), len(items), lora.page_table.shape[1], page_rank, width,
     )  # fmt: skip
-    return routing, (order, items, found)
+    return routing, (order, items, lora)
 
 
 def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -108,5 +108,5 @@ def _counts(done: Sequence[Sample]) -> dict[str, int | float | None]:
     }
 
 
-def _ratio(value: float, of: float) -> float | None:
-    return value / of if of else None
+def _ratio(value: float, total: float) -> float | None:
+    return value / total if total else None

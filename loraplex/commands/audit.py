@@ -67,7 +67,7 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
         raise click.UsageError(f"--{min(refused).replace('_', '-')} is for operators")
     if "not_action" in asked:
         asked["not_action"] = ",".join(asked["not_action"])
-    answer = gateway.run(lambda client: client.audit(own=gateway.tenants_own, **asked))
+    answer = gateway.run(lambda client: client.audit(tenants_own=gateway.tenants_own, **asked))
     if as_json:
         print_json(answer)
         return

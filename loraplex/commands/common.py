@@ -239,8 +239,8 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @_where_options
     @wraps(command)
-    def found(gateway: str | None, admin_key: str | None, data_dir: Path, **given: Any) -> None:
-        command(gateway=find_gateway(gateway, admin_key, data_dir), **given)
+    def found(gateway: str | None, admin_key: str | None, data_dir: Path, **options: Any) -> None:
+        command(gateway=find_gateway(gateway, admin_key, data_dir), **options)
 
     return found
 
@@ -258,13 +258,13 @@ def own_options(command: Callable[..., None]) -> Callable[..., None]:
     )
     @_where_options
     @wraps(command)
-    def found(gateway: str | None, api_key: str | None, admin_key: str | None, data_dir: Path, **given: Any) -> None:
-        is_operator = admin_key is not None or given.get("tenant") is not None or given.get("admin", False)
+    def found(gateway: str | None, api_key: str | None, admin_key: str | None, data_dir: Path, **options: Any) -> None:
+        is_operator = admin_key is not None or options.get("tenant") is not None or options.get("admin", False)
         if api_key is not None and not is_operator:
             where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
         else:
             where = find_gateway(gateway, admin_key, data_dir)
-        command(gateway=where, **given)
+        command(gateway=where, **options)
 
     return found
 
@@ -292,7 +292,7 @@ def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], C
             gateway: str | None,
             admin_key: str | None,
             data_dir: Path,
-            **given: Any,
+            **options: Any,
         ) -> None:
             if tenant is None and api_key is None and not or_all:
                 raise click.UsageError("expected --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
@@ -300,7 +300,7 @@ def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], C
                 where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
             else:
                 where = find_gateway(gateway, admin_key, data_dir)
-            command(tenant=tenant, gateway=where, **given)
+            command(tenant=tenant, gateway=where, **options)
 
         return found
 

@@ -25,10 +25,10 @@ def key() -> None:
 _admin_option = click.option("--admin", is_flag=True, help="Use operators' keys, which belong to no tenant.")
 
 
-def _read_id(_: click.Context, __: click.Parameter, given: str) -> str:
+def _read_id(_: click.Context, __: click.Parameter, text: str) -> str:
     """Return a key's id; from a whole key, cut it out, so that the secret is not sent anywhere."""
-    found = re.fullmatch(r"lpx_([0-9a-f]{16})(_.*)?", given.strip())
-    return found[1] if found else given
+    found = re.fullmatch(r"lpx_([0-9a-f]{16})(_.*)?", text.strip())
+    return found[1] if found else text
 
 
 def _check_owner(tenant: str | None, admin: bool, gateway: Gateway) -> None:
@@ -70,7 +70,9 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
     The key's limits apply in addition to the tenant's.
     """
     _check_owner(tenant, admin, gateway)
-    made = gateway.run(lambda client: client.create_key(tenant, own=gateway.tenants_own, force=force, **given(fields)))
+    made = gateway.run(
+        lambda client: client.create_key(tenant, tenants_own=gateway.tenants_own, force=force, **given(fields))
+    )
     _print_once(made)
 
 
@@ -82,7 +84,7 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
 def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
     """List TENANT's keys, or with --api-key those of that key's tenant, without their secrets."""
     _check_owner(tenant, admin, gateway)
-    rows = gateway.run(lambda client: client.keys(tenant, own=gateway.tenants_own))
+    rows = gateway.run(lambda client: client.keys(tenant, tenants_own=gateway.tenants_own))
     if as_json:
         print_json(rows)
         return
@@ -118,7 +120,9 @@ def update(key_id: str, gateway: Gateway, **fields: Any) -> None:
 @own_options
 def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
     """Replace the key with this id by a new one with the same permissions. Only the new key is printed on stdout."""
-    made = gateway.run(lambda client: client.rotate_key(key_id, int(grace.total_seconds()), own=gateway.tenants_own))
+    made = gateway.run(
+        lambda client: client.rotate_key(key_id, int(grace.total_seconds()), tenants_own=gateway.tenants_own)
+    )
     _print_once(made)
 
 
@@ -127,7 +131,7 @@ def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
 @own_options
 def revoke(key_id: str, gateway: Gateway) -> None:
     """Revoke the key with this id. It is refused within a second, and its running streams end."""
-    gateway.run(lambda client: client.revoke_key(key_id, own=gateway.tenants_own))
+    gateway.run(lambda client: client.revoke_key(key_id, tenants_own=gateway.tenants_own))
     click.echo(f"revoked key {key_id}")
 
 

@@ -44,14 +44,14 @@ def status(as_json: bool, gateway: Gateway) -> None:
         sys.exit(1)
 
 
-def _print_status(url: str, found: dict[str, Any]) -> None:
-    ready = found["ready"]
-    click.echo(f"gateway {url}, version {found['version']}: {ready['status']}")
+def _print_status(url: str, status: dict[str, Any]) -> None:
+    ready = status["ready"]
+    click.echo(f"gateway {url}, version {status['version']}: {ready['status']}")
     for name, text in ready["parts"].items():
         since = f" since {moment(ready['since'][name])}" if name in ready["since"] else ""
         click.echo(f"  {name:15} {text}{since}")
-    _print_lines(_engine_lines(found["engines"]))
-    queue = found["queue"]
+    _print_lines(_engine_lines(status["engines"]))
+    queue = status["queue"]
     click.echo(f"queue: {queue['waiting']} waiting, {queue['inside']} on engines, of this gateway process")
 
 

@@ -118,26 +118,26 @@ def settings(changed: bool, as_json: bool, gateway: Gateway) -> None:
         click.echo(f"{name:18}{text}")
 
 
-def _condition(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _condition(state: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, text) of the lines below the settings."""
-    stored = found["stored"]
-    parts = [(name, found[name]) for name in ("database", "redis")]
-    schema = f"{found['revision'] or 'unknown'}, expected {found['expected_revision']}"
+    stored = state["stored"]
+    parts = [(name, state[name]) for name in ("database", "redis")]
+    schema = f"{state['revision'] or 'unknown'}, expected {state['expected_revision']}"
     lines = [
-        ("version", f"{found['version']}, process {found['process']} since {moment(found['started_at'])}"),
+        ("version", f"{state['version']}, process {state['process']} since {moment(state['started_at'])}"),
         ("schema", schema),
         *((name, f"{part['kind']}, {_latency(part['latency'])}") for name, part in parts),
-        ("journal", f"{found['journal_bytes']} of {found['journal_limit']} bytes"),
+        ("journal", f"{state['journal_bytes']} of {state['journal_limit']} bytes"),
     ]
     if stored is not None:
         lines.append(("adapters", f"{stored['versions']} versions, {stored['num_bytes']} bytes"))
     # A gateway of the previous release does not report them.
-    if (removed := found.get("removed")) is not None:
+    if (removed := state.get("removed")) is not None:
         lines.append(("removed adapters", f"{removed['contents']} contents, {removed['num_bytes']} bytes to collect"))
     lines += [
-        (f"disk {name}", f"{disk['free']} of {disk['bytes']} bytes free") for name, disk in found["disks"].items()
+        (f"disk {name}", f"{disk['free']} of {disk['bytes']} bytes free") for name, disk in state["disks"].items()
     ]
-    for name, seconds in found["retention"].items():
+    for name, seconds in state["retention"].items():
         lines.append((f"keeps {name}", "forever" if seconds is None else f"{seconds / 86_400:g} days"))
     return lines
 

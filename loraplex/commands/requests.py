@@ -121,13 +121,13 @@ def show(request_id: str, as_json: bool, tenant: str | None, gateway: Gateway) -
         click.echo(f"{step['name'] + ':':<20}{step['start_ms']} to {step['end_ms']} ms ({length} ms)")
 
 
-async def _follow(client: "GatewayClient", own: bool, query: dict[str, Any], as_json: bool) -> None:
+async def _follow(client: "GatewayClient", tenants_own: bool, query: dict[str, Any], as_json: bool) -> None:
     """Print the newest requests, then new ones as they end, until cancelled."""
     first = True
     seen: set[str] = set()
     while True:
         params = query | {"limit": max(FOLLOWED, query["limit"])}
-        page = await client.call("GET", _path(own), params=params)
+        page = await client.call("GET", _path(tenants_own), params=params)
         rows = page["data"]
         new = [row for row in rows if row["request_id"] not in seen]
         seen = {row["request_id"] for row in rows} | (seen if len(seen) < 20 * FOLLOWED else set())
@@ -137,9 +137,9 @@ async def _follow(client: "GatewayClient", own: bool, query: dict[str, Any], as_
         await asyncio.sleep(FOLLOW_SECONDS)
 
 
-def _path(own: bool) -> str:
-    """Return the path of the request log. own: the one for the calling tenant."""
-    return "/v1/requests" if own else "/admin/api/requests"
+def _path(tenants_own: bool) -> str:
+    """Return the path of the request log. tenants_own: the one for the calling tenant."""
+    return "/v1/requests" if tenants_own else "/admin/api/requests"
 
 
 def _print_line(row: dict[str, Any], as_json: bool) -> None:

@@ -60,8 +60,8 @@ def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None
         _show(found, asked)
 
 
-def _show(found: "Estimate", load: "ExpectedLoad") -> None:
-    m, t = found.memory, found.throughput
+def _show(estimate: "Estimate", load: "ExpectedLoad") -> None:
+    m, t = estimate.memory, estimate.throughput
     needs = m.needs
     rows = [
         ("weights", needs.weights, ""),

@@ -42,10 +42,10 @@ def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def read_filter(given: dict[str, Any]) -> dict[str, Any]:
+def read_filter(options: dict[str, Any]) -> dict[str, Any]:
     """Return the filter of the API for the options' values, without absent ones."""
-    idle: timedelta | None = given.pop("idle", None)
-    which = {name: value for name, value in given.items() if value is not None}
+    idle: timedelta | None = options.pop("idle", None)
+    which = {name: value for name, value in options.items() if value is not None}
     if which.get("plan") == NO_LIMIT:
         which["plan"] = ""
     if idle is not None:

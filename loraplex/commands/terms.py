@@ -76,11 +76,11 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def term_names(given: Sequence[str]) -> list[str]:
+def term_names(options: Sequence[str]) -> list[str]:
     """Return the terms' names in the API; `all` gives every term."""
     from gateway.records.tenants.terms import FIELDS
 
-    names = [name.replace("-", "_") for name in given]
+    names = [name.replace("-", "_") for name in options]
     return list(FIELDS) if names == [ALL] else names
 
 

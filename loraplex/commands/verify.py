@@ -53,16 +53,16 @@ def verify(
 _COLUMNS = ("engine", "base", "divergence", "changed", "reasons", "golden", "differs_at")
 
 
-def _row(found: dict[str, Any]) -> dict[str, Any]:
-    divergence = found.get("divergence")
-    checks = [check_row(check) for check in found["golden"]]
+def _row(verification: dict[str, Any]) -> dict[str, Any]:
+    divergence = verification.get("divergence")
+    checks = [check_row(check) for check in verification["golden"]]
     return {
-        "version": version_name(found["name"], found["version"]),
-        "engine": found["engine"],
-        "base": found.get("base"),
+        "version": version_name(verification["name"], verification["version"]),
+        "engine": verification["engine"],
+        "base": verification.get("base"),
         "divergence": None if divergence is None else round(divergence, 4),
-        "changed": [change_text(change) for change in found["changes"]],
-        "reasons": [reason["message"] for reason in found["reasons"]],
+        "changed": [change_text(change) for change in verification["changes"]],
+        "reasons": [reason["message"] for reason in verification["reasons"]],
         "golden": [check["agreement"] for check in checks],
         "differs_at": [place for check in checks for place in check["differs_at"]],
     }
@@ -76,8 +76,8 @@ def change_text(change: dict[str, Any]) -> str:
     return f"{change['field']} {before} -> {now}"
 
 
-def _num_different(found: dict[str, Any]) -> int:
-    return sum(len(check["differences"]) for check in found["golden"])
+def _num_different(verification: dict[str, Any]) -> int:
+    return sum(len(check["differences"]) for check in verification["golden"])
 
 
 async def _verify(

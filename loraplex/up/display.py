@@ -75,12 +75,12 @@ class Display:
         self.console = Console(stderr=True, highlight=False)
 
     @contextmanager
-    def step(self, what: str) -> Iterator[Callable[[str], None]]:
+    def step(self, title: str) -> Iterator[Callable[[str], None]]:
         """Show a running step, and its duration on success; yield a function that updates its progress line."""
         started = time.monotonic()
-        with self.console.status(f"{what} ...") as status:
+        with self.console.status(f"{title} ...") as status:
             yield status.update
-        self.console.print(f"[green]✓[/] {what} [dim]({time.monotonic() - started:.1f} s)[/]", soft_wrap=True)
+        self.console.print(f"[green]✓[/] {title} [dim]({time.monotonic() - started:.1f} s)[/]", soft_wrap=True)
 
     def note(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, markup=False)

@@ -54,10 +54,10 @@ class Child:
     is_paused: bool = False
     is_run: bool = False
 
-    def failure(self, what: str) -> ChildError:
+    def failure(self, problem: str) -> ChildError:
         # A restart that found no room on the disk left no log.
         tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.log.exists() else []
-        lines = [f"{self.name} {what}; its log is {self.log}" + (", which ends:" if tail else " (empty)")]
+        lines = [f"{self.name} {problem}; its log is {self.log}" + (", which ends:" if tail else " (empty)")]
         return ChildError("\n".join(lines + [f"  {line}" for line in tail]))
 
     def death(self) -> ChildError:

@@ -361,8 +361,8 @@ def _content(folder: Path, name: str, token: Any) -> str:
     return text
 
 
-def _damaged(file: Path, field: str, expected: str, found: Any) -> TokenizerError:
-    return TokenizerError(f"{file}: {field}: expected {expected}, got {str(found)[:40]!r}")
+def _damaged(file: Path, field: str, expected: str, value: Any) -> TokenizerError:
+    return TokenizerError(f"{file}: {field}: expected {expected}, got {str(value)[:40]!r}")
 
 
 def _eos_ids(folder: Path) -> set[int]:

@@ -144,39 +144,39 @@ class Module:
     def error(self, part: str, problem: str) -> ConfigError:
         return self.tensors.error(f"{self.name}.{part}", f"{problem} ({self.scheme})")
 
-    def _check_sizes(self, found: Groups, rows: int, columns: int) -> None:
+    def _check_sizes(self, weight: Groups, rows: int, columns: int) -> None:
         """Check all sizes and indices, because native code reads the tensors without checks. Raises ConfigError."""
-        groups = found.scales.shape[1]
+        groups = weight.scales.shape[1]
         if not 1 <= groups <= columns:
             raise self.error("weight", f"{groups} groups of {columns} inputs: expected groups of 16 or more")
-        grouped = [found.scales] if found.zeros is None else [found.scales, found.zeros]
-        if found.values.shape != (rows, columns) or any(part.shape != (rows, groups) for part in grouped):
+        grouped = [weight.scales] if weight.zeros is None else [weight.scales, weight.zeros]
+        if weight.values.shape != (rows, columns) or any(part.shape != (rows, groups) for part in grouped):
             raise self.error("weight", f"{rows} by {columns}, which does not fill whole words of packed values")
-        if found.order is not None and not 0 <= int(found.order.min()) <= int(found.order.max()) < groups:
+        if weight.order is not None and not 0 <= int(weight.order.min()) <= int(weight.order.max()) < groups:
             raise self.error("g_idx", f"names a group outside 0 to {groups - 1}")
 
-    def in_groups(self, bits: int, found: Groups, rows: int, columns: int) -> LinearWeights:
+    def in_groups(self, bits: int, weight: Groups, rows: int, columns: int) -> LinearWeights:
         """Return weights `[rows, columns]` of 4 or 8 bits in a scheme of `kernels.weights`. Raises ConfigError for a
         group size that is not served, and for sizes that do not fill whole words.
 
         Weights whose groups are not consecutive inputs are dequantised, because no packed scheme can hold them.
         """
-        self._check_sizes(found, rows, columns)
+        self._check_sizes(weight, rows, columns)
         middle, in_features = 1 << (bits - 1), columns
-        scales, zeros, size = found.scales, found.zeros, in_features // found.scales.shape[1]
+        scales, zeros, size = weight.scales, weight.zeros, in_features // weight.scales.shape[1]
         if zeros is not None and bool((zeros == middle).all()):
             zeros = None
-        if found.order is not None and not torch.equal(found.order.long(), torch.arange(in_features) // size):
-            groups = found.order.long()
+        if weight.order is not None and not torch.equal(weight.order.long(), torch.arange(in_features) // size):
+            groups = weight.order.long()
             offsets = torch.full_like(scales, middle, dtype=torch.float32) if zeros is None else zeros.float()
-            return dense(scales.float()[:, groups] * (found.values.float() - offsets[:, groups]))
+            return dense(scales.float()[:, groups] * (weight.values.float() - offsets[:, groups]))
         try:
             if bits == 4:
-                halves = pack_halves(found.values)
+                halves = pack_halves(weight.values)
                 if zeros is None:
                     return quantised("int4", halves, scales, in_features)
                 return quantised("int4", halves, scales, in_features, "zeros", zeros.to(torch.uint8))
-            signed = (found.values.to(torch.int16) - middle).to(torch.int8)
+            signed = (weight.values.to(torch.int16) - middle).to(torch.int8)
             if zeros is None:
                 return quantised("int8", signed, scales, in_features)
             mins = -scales.float() * (zeros.float() - middle)

@@ -205,15 +205,15 @@ class AdminBases:
         base = await self.change_base(request.match_info["name"], given, request[ACTOR], force=force)
         return json_response(describe_base(base, base.digest))
 
-    async def add_base(self, given: NewBase, actor: str) -> Base:
+    async def add_base(self, new_base: NewBase, actor: str) -> Base:
         """Add a base model and return it. Raises BadRequest, Conflict, NameTaken."""
-        name = given.name
+        name = new_base.name
         check_text(name, "name")
         if not MODEL.fullmatch(name) or name in (EVERYTHING, ALL_ADAPTERS):
             raise BadRequest("name: expected 1 to 256 characters, not '*' or '*/*'.", param="name")
-        digest = None if given.digest is None else _bare(given.digest)
-        folder = await asyncio.to_thread(_read_folder, given.tokenizer)
-        config = folder if given.config is None else given.config
+        digest = None if new_base.digest is None else _bare(new_base.digest)
+        folder = await asyncio.to_thread(_read_folder, new_base.tokenizer)
+        config = folder if new_base.config is None else new_base.config
         if config is None:
             raise BadRequest(
                 "config: expected the content of the model's config.json, or its folder on this machine as tokenizer.",
@@ -222,11 +222,11 @@ class AdminBases:
         base = Base(
             name=name,
             digest=digest,
-            tokenizer=given.tokenizer,
+            tokenizer=new_base.tokenizer,
             shape=_shape(config),
-            context_length=given.context_length or _context(config),
+            context_length=new_base.context_length or _context(config),
         )
-        return await run_to_end(self._add(base, None if given.price is None else given.price.price(), actor))
+        return await run_to_end(self._add(base, None if new_base.price is None else new_base.price.price(), actor))
 
     async def _add(self, base: Base, price: Price | None, actor: str) -> Base:
         base = await self._bases.add(base, actor)
@@ -237,13 +237,15 @@ class AdminBases:
         return base
 
     async def change_base(
-        self, name: str, given: BaseChanges, actor: str, *, force: bool = False, seen: Base | None = None
+        self, name: str, changed_fields: BaseChanges, actor: str, *, force: bool = False, seen: Base | None = None
     ) -> Base:
         """Change a base model and return it. seen: the base model on which the change is based.
 
         Raises BadRequest, Conflict, NameTaken, RecordNotFound, Changed.
         """
-        changes = {field: value for field, value in msgspec.structs.asdict(given).items() if value is not UNSET}
+        changes = {
+            field: value for field, value in msgspec.structs.asdict(changed_fields).items() if value is not UNSET
+        }
         own = self._bases.own if self._bases.own is not None and self._bases.own.name == name else None
         if own is not None:
             _check_settings(own, changes)
@@ -287,22 +289,22 @@ def _read_cursor(cursor: str | None) -> _Place | None:
     return place
 
 
-def _is_as_set(own: Base, field: str, value: Any) -> bool:
+def _is_as_set(base: Base, field: str, value: Any) -> bool:
     if field == "config":
-        return value is None or _shape(value) == own.shape
-    return bool(value == getattr(own, field))
+        return value is None or _shape(value) == base.shape
+    return bool(value == getattr(base, field))
 
 
-def _check_settings(own: Base, changes: Mapping[str, Any]) -> None:
+def _check_settings(base: Base, changes: Mapping[str, Any]) -> None:
     """Raise BadRequest for a change that would have no effect at gateways that read the field from their settings.
 
     Folder and config of new weights come with their digest; they are on record for gateways without the setting.
     """
     for field, place in FROM_SETTINGS.items():
         is_of_weights = field != "context_length" and "digest" in changes
-        if field in changes and not is_of_weights and not _is_as_set(own, field, changes[field]):
+        if field in changes and not is_of_weights and not _is_as_set(base, field, changes[field]):
             raise BadRequest(
-                f"{field}: '{own.name}' is the base model of LORAPLEX_BASE_MODEL, so gateways read it from {place}. "
+                f"{field}: '{base.name}' is the base model of LORAPLEX_BASE_MODEL, so gateways read it from {place}. "
                 "Change it there and restart them.",
                 param=field,
             )

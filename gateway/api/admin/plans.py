@@ -100,9 +100,9 @@ class AdminPlans:
         await self._auth.catch_up()
         return json_response(describe_plan(plan))
 
-    def _prices(self, given: Mapping[str, NewPrice]) -> dict[str, Price]:
+    def _prices(self, new_prices: Mapping[str, NewPrice]) -> dict[str, Price]:
         known = (*self._bases.names, ALL_ADAPTERS, EVERYTHING)
-        for model in given:
+        for model in new_prices:
             if model not in known:
                 raise BadRequest(
                     f"prices: expected prices of a base model ({self._bases.shown}), of all adapters "
@@ -110,7 +110,7 @@ class AdminPlans:
                     param="prices",
                     code="unknown_model",
                 )
-        return {model: price.price() for model, price in given.items()}
+        return {model: price.price() for model, price in new_prices.items()}
 
 
 def describe_plan(plan: TenantPlan) -> ShownPlan:

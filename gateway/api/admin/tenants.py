@@ -274,9 +274,9 @@ def _model_at_fault(body: bytes) -> str | None:
     return next((name for name, limits in given.model_limits.items() if not _are_limits(limits)), None)
 
 
-def _are_limits(given: object) -> bool:
+def _are_limits(value: object) -> bool:
     try:
-        msgspec.convert(given, LimitFields)
+        msgspec.convert(value, LimitFields)
     except msgspec.ValidationError:
         return False
     return True

@@ -101,17 +101,17 @@ class Upgrades:
                     await self._check(found, engine)
                 return
 
-    async def _check(self, found: Unchecked, engine: EngineRecord) -> None:
+    async def _check(self, unchecked: Unchecked, engine: EngineRecord) -> None:
         began = time.monotonic()
         try:
-            tenant = await self._tenants.get(found.tenant_name)
+            tenant = await self._tenants.get(unchecked.tenant_name)
             async with asyncio.timeout(CHECK_SECONDS):
-                await self._checks.check(tenant, found.name, found.version, engine)
+                await self._checks.check(tenant, unchecked.name, unchecked.version, engine)
         except (GatewayError, TimeoutError) as error:
-            log.debug("golden answers of tenant %s are checked later: %s", found.tenant_name, type(error).__name__)
+            log.debug("golden answers of tenant %s are checked later: %s", unchecked.tenant_name, type(error).__name__)
         finally:
             rest = TENANT_REST * (time.monotonic() - began)
-            await self._redis.set(_rest_key(found), b"", px=_milliseconds(rest))
+            await self._redis.set(_rest_key(unchecked), b"", px=_milliseconds(rest))
 
 
 def idle_engines(engines: Iterable[EngineRecord], queues: BaseQueues) -> dict[tuple[EngineSoftware, str], EngineRecord]:
@@ -128,8 +128,8 @@ def has_room(engine: EngineRecord) -> bool:
     return engine.available and 2 * engine.load < max(2, engine.slots)
 
 
-def _rest_key(found: Unchecked) -> str:
-    return f"{TURN}:{found.tenant_id}"
+def _rest_key(unchecked: Unchecked) -> str:
+    return f"{TURN}:{unchecked.tenant_id}"
 
 
 def _milliseconds(seconds: float) -> int:

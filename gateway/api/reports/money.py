@@ -11,18 +11,20 @@ Money = Annotated[str, Meta(description="An exact decimal in the currency.")]
 Micros = Annotated[int, Meta(description="The cost in micro-units of the currency.")]
 
 
-def priced_struct(name: str, of: type[msgspec.Struct], text: str, hidden: tuple[str, ...] = (), **more: Any) -> Any:
+def priced_struct(
+    name: str, record_type: type[msgspec.Struct], text: str, hidden: tuple[str, ...] = (), **more: Any
+) -> Any:
     """Return the struct of a record in an answer: with its cost as an exact decimal, and in micro-units `cost_micros`.
 
     text: its description. hidden: fields to leave out. more: types of further fields.
     """
     fields: list[Any] = []
-    for field in msgspec.structs.fields(of):
+    for field in msgspec.structs.fields(record_type):
         if field.name not in (*hidden, "cost"):
             has_default = field.default is not msgspec.NODEFAULT
             fields.append((field.name, field.type, field.default) if has_default else (field.name, field.type))
     fields += [("cost", Money), ("cost_micros", Micros), *more.items()]
-    omit, namespace = of.__struct_config__.omit_defaults, {"__doc__": text}
+    omit, namespace = record_type.__struct_config__.omit_defaults, {"__doc__": text}
     return msgspec.defstruct(name, fields, frozen=True, kw_only=True, omit_defaults=omit, namespace=namespace)
 
 

@@ -73,10 +73,10 @@ class UsagePruning:
         )
 
 
-def _read_date(given: str) -> date:
+def _read_date(text: str) -> date:
     """Return the date. Raises BadRequest, also for one that would remove rows of the present or the last month."""
     try:
-        before = date.fromisoformat(given)
+        before = date.fromisoformat(text)
     except ValueError as error:
         raise BadRequest("before: expected a date such as 2026-01-31.", param="before") from error
     latest = (datetime.now(UTC).date().replace(day=1) - timedelta(days=1)).replace(day=1)

@@ -121,10 +121,10 @@ async def read_body(request: web.Request, kind: type[T], owner: str = OPERATOR) 
     return body
 
 
-def read_fields(given: Any, kind: type[T]) -> T:
+def read_fields(fields: Any, kind: type[T]) -> T:
     """Convert the fields of a form or query to `kind`. Raises BadRequest like `read_body`."""
     try:
-        body = msgspec.convert(given, kind)
+        body = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from error
     _check_texts(msgspec.to_builtins(body), "")

@@ -54,7 +54,7 @@ RENDERERS_OWN = frozenset(
 )
 
 
-def check_fields(raw: bytes, kind: RequestType, own: Sequence[type[OwnFields]]) -> bytes:
+def check_fields(raw: bytes, kind: RequestType, own_fields: Sequence[type[OwnFields]]) -> bytes:
     """Return the body without the kinds' own fields, as `kind` decodes it.
 
     Raises the protocol's BadRequest for a field that is sent to no engine. A body that is not a JSON object is returned
@@ -66,26 +66,26 @@ def check_fields(raw: bytes, kind: RequestType, own: Sequence[type[OwnFields]]) 
         return raw
     if not isinstance(fields, dict):
         return raw
-    _refuse_unknown(fields, kind, own)
-    names = _names(own) & fields.keys()
+    _refuse_unknown(fields, kind, own_fields)
+    names = _names(own_fields) & fields.keys()
     if not names:
         return raw
-    for struct in own:
+    for struct in own_fields:
         decode(struct, msgspec.json.encode({name: fields[name] for name in names & set(struct.__struct_fields__)}))
     return msgspec.json.encode({name: value for name, value in fields.items() if name not in names})
 
 
-def allowed(body: dict[str, Any], kind: RequestType, own: Sequence[type[OwnFields]] = ()) -> dict[str, Any]:
+def allowed(body: dict[str, Any], kind: RequestType, own_fields: Sequence[type[OwnFields]] = ()) -> dict[str, Any]:
     """Return the declared fields of a checked body, at every depth, that have a value and that engines use.
 
     Raises the protocol's BadRequest as `check_fields` does, which has not run if all foreign servers announced
     themselves.
     """
     body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
-    _refuse_unknown(body, kind, own)
+    _refuse_unknown(body, kind, own_fields)
     served = {name: body[name] for name in (_served(kind) - DROPPED) & body.keys() if body[name] is not None}
     sent: dict[str, Any] = _declared(served, _type_info(kind))
-    return sent | {name: body[name] for name in _names(own) & body.keys() if body[name] is not None}
+    return sent | {name: body[name] for name in _names(own_fields) & body.keys() if body[name] is not None}
 
 
 def request_type(path: str) -> RequestType:
@@ -93,20 +93,20 @@ def request_type(path: str) -> RequestType:
     return ChatCompletionRequest if path == CHAT_PATH else CompletionRequest
 
 
-def cache_salt(tenant_id: str, digest: str | None, own: str | None) -> str:
-    """Return the salt of a request's KV blocks. own: the client's salt.
+def cache_salt(tenant_id: str, digest: str | None, client_salt: str | None) -> str:
+    """Return the salt of a request's KV blocks. client_salt: the client's salt.
 
     Only requests with the same tenant, adapter and client's salt share blocks. The adapter is included because caches
     behind vLLM may leave it out of their keys (vllm-project/vllm#44250). The length is fixed, because vLLM refuses
     salts of more than 1,024 characters.
     """
-    parts = "\0".join((tenant_id, digest or "base", own or ""))
+    parts = "\0".join((tenant_id, digest or "base", client_salt or ""))
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own: Sequence[type[OwnFields]]) -> None:
+def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own_fields: Sequence[type[OwnFields]]) -> None:
     # A field without a value has no effect.
-    known = {*kind.__struct_fields__, *_names(own), *DROPPED}
+    known = {*kind.__struct_fields__, *_names(own_fields), *DROPPED}
     for name, value in fields.items():
         if value is not None and name not in known:
             raise BadRequest(name[:64], f"{name[:64]}: is not served by this gateway.", "unsupported_parameter")
@@ -116,8 +116,8 @@ def _refuse_unknown(fields: dict[str, Any], kind: RequestType, own: Sequence[typ
         raise BadRequest("chat_template_kwargs", message, "unsupported_parameter")
 
 
-def _names(own: Sequence[type[OwnFields]]) -> frozenset[str]:
-    return frozenset(name for struct in own for name in struct.__struct_fields__)
+def _names(own_fields: Sequence[type[OwnFields]]) -> frozenset[str]:
+    return frozenset(name for struct in own_fields for name in struct.__struct_fields__)
 
 
 @cache

@@ -178,28 +178,28 @@ class AdapterActs:
         self,
         request: web.Request,
         adapter: PageAdapter,
-        given: Mapping[str, str],
+        form: Mapping[str, str],
         error: str | None = None,
         *,
         force: bool = False,
     ) -> web.Response:
         """Return the page that asks before an action. force: whether the action must be forced."""
-        act = given.get("act", "")
+        act = form.get("act", "")
         question = QUESTIONS.get(act)
         if question is None:
             raise BadRequest("act: this action needs no confirmation.", param="act")
-        fields = {name: given[name] for name in (*ASK_QUERY, "etag") if given.get(name)}
+        fields = {name: form[name] for name in (*ASK_QUERY, "etag") if form.get(name)}
         if force:
             fields["force"] = "true"
         changes: list[tuple[str, str, str]] = []
         if act == "rollback":
-            alias = await self._catalog.aliases.get(adapter.tenant, adapter.name, given.get("alias", ""))
+            alias = await self._catalog.aliases.get(adapter.tenant, adapter.name, form.get("alias", ""))
             fields["etag"] = alias.etag
             changes = [await self._rolled_back(adapter, alias)]
         return self._frame.confirm(
             request,
             title=question.title,
-            name=_name_of(adapter, given) if question.needs_name else "",
+            name=_name_of(adapter, form) if question.needs_name else "",
             text=question.text,
             button=f"{question.button} although it is in use" if force else question.button,
             action=f"{adapter.home}/act",
@@ -221,15 +221,15 @@ class AdapterActs:
         request: web.Request,
         adapter: PageAdapter,
         alias: str,
-        given: Mapping[str, str] | None = None,
+        form: Mapping[str, str] | None = None,
         error: GatewayError | None = None,
     ) -> web.Response:
         aliases = await self._catalog.aliases.list(adapter.tenant, adapter.name)
         versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
         found = next((each for each in aliases if each.alias == alias), None)
         now = [] if found is None else [(str(each.version), str(each.weight)) for each in found.targets]
-        if given is not None:
-            now = [(given.get(f"version_{i}", ""), given.get(f"weight_{i}", "")) for i in range(MAX_ROWS)]
+        if form is not None:
+            now = [(form.get(f"version_{i}", ""), form.get(f"weight_{i}", "")) for i in range(MAX_ROWS)]
         rows = [*now, *[("", "")] * MAX_ROWS][: 1 if alias == "latest" else max(MAX_ROWS, len(now))]
         ready = [(str(each.version), f"version {each.version}") for each in reversed(versions) if each.is_served]
         return self._frame.render(
@@ -295,11 +295,11 @@ class AdapterActs:
         await delete(adapter.tenant, adapter.name, request[ACTOR], number, running=running, force=force)
 
 
-def _name_of(adapter: PageAdapter, given: Mapping[str, str]) -> str:
+def _name_of(adapter: PageAdapter, form: Mapping[str, str]) -> str:
     """Return the name that the person must type before an action."""
-    if given.get("act") in ("retire", "delete_version"):
-        return version_name(adapter.name, _version(given))
-    return f"{adapter.name}:{given.get('alias', '')}" if given.get("act") == "delete_alias" else adapter.name
+    if form.get("act") in ("retire", "delete_version"):
+        return version_name(adapter.name, _version(form))
+    return f"{adapter.name}:{form.get('alias', '')}" if form.get("act") == "delete_alias" else adapter.name
 
 
 def _target(form: Mapping[str, str], row: int) -> AliasTarget:
@@ -307,8 +307,8 @@ def _target(form: Mapping[str, str], row: int) -> AliasTarget:
     return AliasTarget(_number(form[version], version), _number(form.get(weight) or "1", weight))
 
 
-def _version(given: Mapping[str, str]) -> int:
-    return _number(given.get("version", ""), "version")
+def _version(form: Mapping[str, str]) -> int:
+    return _number(form.get("version", ""), "version")
 
 
 def _number(text: str, param: str) -> int:

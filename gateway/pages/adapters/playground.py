@@ -56,12 +56,14 @@ class PlaygroundPages:
         )
 
 
-def model_context(request: web.Request, base_names: Sequence[str], found: Sequence[TenantModel]) -> dict[str, Any]:
+def model_context(
+    request: web.Request, base_names: Sequence[str], tenant_models: Sequence[TenantModel]
+) -> dict[str, Any]:
     """Return the template's variables: the models, and the two that are chosen at first."""
     titles, base = dict(KINDS), next(iter(base_names), "")
     models = [(name, "base model") for name in base_names]
-    models += [(each.id, each.means or titles[each.kind]) for each in found]
-    adapters = [each.id for each in found if each.kind == "adapter"]
+    models += [(each.id, each.means or titles[each.kind]) for each in tenant_models]
+    adapters = [each.id for each in tenant_models if each.kind == "adapter"]
     return {
         "models": models,
         "first": request.query.get("a", adapters[0] if adapters else base)[:MAX_MODEL_CHARS],

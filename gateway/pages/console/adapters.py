@@ -103,11 +103,11 @@ class ConsoleAdapters(ConsolePages):
         model = Model(name=base.name, digest=None, base=base.id)
         return self._prices.list.price(tenant.name, model, tenant.plan)
 
-    async def _priced(self, tenant: Tenant, found: AdapterPage) -> list[ModelRow]:
+    async def _priced(self, tenant: Tenant, page: AdapterPage) -> list[ModelRow]:
         fields = ("name", "version", "digest", "rank", "num_bytes", "created_at")
         named = [
             Adapter(**{name: getattr(each, name) for name in fields}, base=each.base_id or FIRST)
-            for each in found.adapters
+            for each in page.adapters
         ]
         prices = await self._prices.of(tenant, named)
-        return [ModelRow(adapter, price) for adapter, price in zip(found.adapters, prices, strict=True)]
+        return [ModelRow(adapter, price) for adapter, price in zip(page.adapters, prices, strict=True)]

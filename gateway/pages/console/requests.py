@@ -55,10 +55,10 @@ class ConsoleRequests(RequestPages):
             page = await self._log.page(own, after=after, limit=limit)
         return msgspec.structs.replace(page, entries=[_shown(entry) for entry in page.entries])
 
-    async def find(self, request: web.Request, given: str) -> LogEntry | None:
+    async def find(self, request: web.Request, request_or_answer_id: str) -> LogEntry | None:
         principal = request[PRINCIPAL]
         async with self.console.reads.turn(principal.tenant.id):
-            entry = await self._log.find(given, tenant_id=principal.tenant.id)
+            entry = await self._log.find(request_or_answer_id, tenant_id=principal.tenant.id)
         return None if entry is None or not principal.may_use(entry.model or "") else _shown(entry)
 
 

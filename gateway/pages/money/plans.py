@@ -145,14 +145,14 @@ class PlanPages:
             error=error,
         )
 
-    async def _save(self, request: web.Request, plan: TenantPlan | None, name: str, given: NewPlan) -> None:
+    async def _save(self, request: web.Request, plan: TenantPlan | None, name: str, fields: NewPlan) -> None:
         """Save a plan under its name; a new one, if `plan` is None, under `name`."""
         if plan is None and name in await self._records.plans.terms():
             raise BadRequest(f"A plan named '{name}' exists already.", param="name")
         if plan is not None:
             name = plan.name
-        prices = {model: price.price() for model, price in given.prices.items()}
-        await self._records.plans.put(name, given.terms(), prices, request[ACTOR], seen=plan)
+        prices = {model: price.price() for model, price in fields.prices.items()}
+        await self._records.plans.put(name, fields.terms(), prices, request[ACTOR], seen=plan)
         await self._records.price_list.refresh()
         await self._records.auth.catch_up()
 

@@ -40,14 +40,14 @@ class SearchPage:
         return self._frame.render(request, "search.html", title="Search", text=text, found=found, links=links)
 
 
-def _only(found: Found, text: str, links: Links) -> str | None:
+def _only(matches: Found, text: str, links: Links) -> str | None:
     """Return the page of the only match, or of the tenant of that name."""
-    if found.tenants == [text]:
+    if matches.tenants == [text]:
         return links.tenant(text)
-    if found.number != 1:
+    if matches.number != 1:
         return None
-    if found.tenants:
-        return links.tenant(found.tenants[0])
-    if found.versions:
-        return links.adapter(found.versions[0].tenant, found.versions[0].name)
-    return links.key(found.keys[0].id)
+    if matches.tenants:
+        return links.tenant(matches.tenants[0])
+    if matches.versions:
+        return links.adapter(matches.versions[0].tenant, matches.versions[0].name)
+    return links.key(matches.keys[0].id)

@@ -26,9 +26,9 @@ def typing_error(request: web.Request, name: str) -> str | None:
     return None if request.get(FORM) is None else f"Type {name} to confirm."
 
 
-def read_form(given: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -> T | None:
+def read_form(form: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -> T | None:
     """Return a form's fields as `kind`; None if any is wrong, with a text for each such field in `errors`."""
-    left = dict(given)
+    left = dict(form)
     while True:
         try:
             found = read_fields(left, kind)
@@ -40,7 +40,7 @@ def read_form(given: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -
             # The other fields are read without it, so that their errors are found too.
             del left[name]
         else:
-            return found if len(left) == len(given) else None
+            return found if len(left) == len(form) else None
 
 
 @contextmanager

@@ -74,12 +74,12 @@ NAMES = tuple(name for _, _, names in GROUPS for name in names)
 
 
 def term_groups(
-    own: Terms, inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
+    own_terms: Terms, inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
 ) -> list[FieldGroup]:
     """Return the fields of a form for terms. form: what was sent, to show it again after an error."""
-    given = given_terms(own)
+    values = given_terms(own_terms)
     return [
-        FieldGroup(title, hint, [_field(name, given, inherited, form, currency) for name in names])
+        FieldGroup(title, hint, [_field(name, values, inherited, form, currency) for name in names])
         for title, hint, names in GROUPS
     ]
 
@@ -92,10 +92,10 @@ def limit_fields(limits: Limits, form: Mapping[str, str] | None, currency: str) 
 
 
 def _field(
-    name: str, given: Mapping[str, Any], inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
+    name: str, values: Mapping[str, Any], inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
 ) -> TermField:
     title, hint = TITLES[name]
-    value = (term_text(name, given[name]) if name in given else "") if form is None else form.get(name, "")
+    value = (term_text(name, values[name]) if name in values else "") if form is None else form.get(name, "")
     unit = currency if name in MONEY else "s" if name == "ttft_target" else ""
     choices = tuple(ON_TOKEN_LIMIT.items()) if name == "on_token_limit" else ()
     return TermField(name, title, hint, value, term_text(name, inherited[name]), unit, choices)

@@ -124,8 +124,8 @@ class RequestPages:
     async def page(self, request: web.Request, criteria: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
         return await self._log.page(criteria, after=after, limit=limit)
 
-    async def find(self, request: web.Request, given: str) -> LogEntry | None:
-        return await self._log.find(given)
+    async def find(self, request: web.Request, request_or_answer_id: str) -> LogEntry | None:
+        return await self._log.find(request_or_answer_id)
 
     def _story(self, request: web.Request, entry: LogEntry) -> dict[str, Any]:
         way = stages(entry)

@@ -164,15 +164,15 @@ def _own(tenant: Tenant, plans: Mapping[str, Terms]) -> Terms:
     return own_terms(tenant.own, plans.get(tenant.plan or "", NO_TERMS), tenant.terms())
 
 
-def _changed(tenant: Tenant, own: Terms, given: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(tenant: Tenant, own_terms: Terms, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given fields that differ from the tenant's own, so that the audit names these only."""
     found: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in fields.items():
         if name == "inherit":
-            inherited = tuple(term for term in value if getattr(own, term) is not msgspec.UNSET)
+            inherited = tuple(term for term in value if getattr(own_terms, term) is not msgspec.UNSET)
             found |= {"inherit": inherited} if inherited else {}
         elif name in FIELDS:
-            found |= {name: value} if getattr(own, name) != value else {}
+            found |= {name: value} if getattr(own_terms, name) != value else {}
         elif (getattr(tenant, name) or None) != (value or None):
             found[name] = value
     return found

@@ -167,50 +167,52 @@ class Aliases:
         await self._changed(True)
 
 
-async def move_latest(connection: AsyncConnection, own: Row[Any], version: int) -> None:
-    """Move `latest` to an accepted version. own: the row of the name, locked."""
-    await _store(connection, own, LATEST, (AliasTarget(version),), _latest(own) if own.current_version else None)
+async def move_latest(connection: AsyncConnection, name_row: Row[Any], version: int) -> None:
+    """Move `latest` to an accepted version. name_row: the row of the name, locked."""
+    await _store(
+        connection, name_row, LATEST, (AliasTarget(version),), _latest(name_row) if name_row.current_version else None
+    )
 
 
 async def references(
-    connection: AsyncConnection, own: Row[Any], *, besides_latest: bool = False
+    connection: AsyncConnection, name_row: Row[Any], *, besides_latest: bool = False
 ) -> dict[int, list[str]]:
-    """Return the aliases and saved mixtures that refer to each version, as texts. own: the row of the name.
+    """Return the aliases and saved mixtures that refer to each version, as texts. name_row: the row of the name.
 
     A saved mixture refers to a version by its number only; its other references are those of aliases.
     """
     table = adapter_alias_targets
-    query = select(table.c.alias, table.c.version, table.c.expires_at).where(table.c.adapter_id == own.id)
+    query = select(table.c.alias, table.c.version, table.c.expires_at).where(table.c.adapter_id == name_row.id)
     rows = (await connection.execute(query.order_by(table.c.alias))).all()
     found = defaultdict(list)
     if not besides_latest:
-        found[own.current_version].append(f"alias '{LATEST}'")
+        found[name_row.current_version].append(f"alias '{LATEST}'")
     for row in rows:
         if not is_over(row.expires_at):
             found[row.version].append(f"alias '{row.alias}'")
-    for mixture, part in await uses_of(connection, own.tenant_id, own.name):
+    for mixture, part in await uses_of(connection, name_row.tenant_id, name_row.name):
         if part.version is not None:
             found[part.version].append(f"saved mixture '{mixture}'")
     return found
 
 
-async def _find(connection: AsyncConnection, own: Row[Any], alias: str) -> Alias | None:
+async def _find(connection: AsyncConnection, name_row: Row[Any], alias: str) -> Alias | None:
     if alias == LATEST:
-        return _latest(own) if own.current_version else None
+        return _latest(name_row) if name_row.current_version else None
     if not ALIAS_NAME.fullmatch(alias):
         return None
     table, targets = adapter_aliases, adapter_alias_targets
-    this = select(table).where(table.c.adapter_id == own.id, table.c.alias == alias)
+    this = select(table).where(table.c.adapter_id == name_row.id, table.c.alias == alias)
     row = (await connection.execute(this)).one_or_none()
     if row is None:
         return None
-    query = select(targets).where(targets.c.adapter_id == own.id, targets.c.alias == alias)
-    return _read(own, row, (await connection.execute(query)).all())
+    query = select(targets).where(targets.c.adapter_id == name_row.id, targets.c.alias == alias)
+    return _read(name_row, row, (await connection.execute(query)).all())
 
 
-async def _find_known(connection: AsyncConnection, own: Row[Any], alias: str, if_match: str | None) -> Alias:
+async def _find_known(connection: AsyncConnection, name_row: Row[Any], alias: str, if_match: str | None) -> Alias:
     """Return the alias. Raises RecordNotFound, and PreconditionFailed if `if_match` is given and not its ETag."""
-    before = await _find(connection, own, alias)
+    before = await _find(connection, name_row, alias)
     if before is None:
         raise _unknown_alias()
     if if_match is not None:
@@ -220,7 +222,7 @@ async def _find_known(connection: AsyncConnection, own: Row[Any], alias: str, if
 
 async def _store(
     connection: AsyncConnection,
-    own: Row[Any],
+    name_row: Row[Any],
     alias: str,
     targets: Targets,
     before: Alias | None,
@@ -233,17 +235,17 @@ async def _store(
     if alias == LATEST:
         version = targets[0].version
         values = {"current_version": version, "latest_tag": tag, "latest_history": stored}
-        await connection.execute(update(adapters).where(adapters.c.id == own.id).values(**values))
+        await connection.execute(update(adapters).where(adapters.c.id == name_row.id).values(**values))
         tag = f"{tag}.{version}"
     else:
-        key = {"adapter_id": own.id, "alias": alias}
+        key = {"adapter_id": name_row.id, "alias": alias}
         for table in (adapter_alias_targets, adapter_aliases):
-            await connection.execute(delete(table).where(table.c.adapter_id == own.id, table.c.alias == alias))
+            await connection.execute(delete(table).where(table.c.adapter_id == name_row.id, table.c.alias == alias))
         state = {**key, "tag": tag, "history": stored, "updated_at": datetime.now(UTC)}
         await connection.execute(insert(adapter_aliases).values(**state))
         rows = [{**key, **msgspec.structs.asdict(target)} for target in targets]
         await connection.execute(insert(adapter_alias_targets), rows)
-    return Alias(name=own.name, alias=alias, targets=targets, tag=tag, history=tuple(history))
+    return Alias(name=name_row.name, alias=alias, targets=targets, tag=tag, history=tuple(history))
 
 
 async def _record(
@@ -255,8 +257,8 @@ async def _record(
     await count_change(connection, tenant.id)
 
 
-async def _check_room(connection: AsyncConnection, own: Row[Any]) -> None:
-    count = select(func.count()).select_from(adapter_aliases).where(adapter_aliases.c.adapter_id == own.id)
+async def _check_room(connection: AsyncConnection, name_row: Row[Any]) -> None:
+    count = select(func.count()).select_from(adapter_aliases).where(adapter_aliases.c.adapter_id == name_row.id)
     if (await connection.execute(count)).scalar_one() >= MAX_ALIASES:
         raise BadRequest(f"alias: an adapter has at most {MAX_ALIASES} aliases; delete one first.", param="alias")
 
@@ -294,21 +296,21 @@ def _not_served(name: str, target: AliasTarget, present: dict[int, Version]) -> 
     return BadRequest(f"targets: {why}.", param="targets", code="version_not_ready")
 
 
-def _latest(own: Row[Any]) -> Alias:
+def _latest(name_row: Row[Any]) -> Alias:
     # A gateway of the previous release moves `latest` without a new tag, so the version is part of the tag.
     return Alias(
-        name=own.name,
+        name=name_row.name,
         alias=LATEST,
-        targets=(AliasTarget(own.current_version),),
-        tag=f"{own.latest_tag or ''}.{own.current_version}",
-        history=_read_history(own.latest_history),
+        targets=(AliasTarget(name_row.current_version),),
+        tag=f"{name_row.latest_tag or ''}.{name_row.current_version}",
+        history=_read_history(name_row.latest_history),
     )
 
 
-def _read(own: Row[Any], row: Row[Any], parts: Sequence[Row[Any]]) -> Alias:
+def _read(name_row: Row[Any], row: Row[Any], parts: Sequence[Row[Any]]) -> Alias:
     targets = sorted((part.version, part.weight, part.expires_at) for part in parts)
     return Alias(
-        name=own.name,
+        name=name_row.name,
         alias=row.alias,
         targets=tuple(AliasTarget(*target) for target in targets),
         tag=row.tag,

@@ -266,12 +266,14 @@ async def _create(connection: AsyncConnection, tenant_id: str, name: str, now: d
     return (await connection.execute(insert(adapters).values(**new).returning(adapters))).one()
 
 
-async def _next_number(connection: AsyncConnection, own: Row[Any], present: Collection[int]) -> int:
+async def _next_number(connection: AsyncConnection, name_row: Row[Any], present: Collection[int]) -> int:
     """Return the next version number, above all numbers of the name on record."""
     table = removed_versions
-    query = select(func.max(table.c.version)).where(table.c.tenant_id == own.tenant_id, table.c.name == own.name)
+    query = select(func.max(table.c.version)).where(
+        table.c.tenant_id == name_row.tenant_id, table.c.name == name_row.name
+    )
     removed = (await connection.execute(query)).scalar() or 0
-    return 1 + max(own.current_version, removed, *present, 0)
+    return 1 + max(name_row.current_version, removed, *present, 0)
 
 
 async def _sweep_refused(connection: AsyncConnection, tenant_id: str) -> None:
@@ -305,19 +307,19 @@ async def _remove_empty(connection: AsyncConnection, adapter_id: str) -> None:
 
 
 async def _remove_old(
-    connection: AsyncConnection, own: Row[Any], before: dict[int, Version], now: datetime, *, latest_moved: bool
+    connection: AsyncConnection, name_row: Row[Any], before: dict[int, Version], now: datetime, *, latest_moved: bool
 ) -> None:
     """Remove the versions beyond the name's newest KEPT_VERSIONS. before: the versions on record before the newest one.
 
     A pinned version, and one that an alias refers to, stays. latest_moved: whether `latest` refers to the newest one;
-    while that is validated, `latest` still refers to the version in `own`.
+    while that is validated, `latest` still refers to the version in `name_row`.
     """
     numbers = sorted((each.version for each in before.values() if each.digest), reverse=True)
     old = [number for number in numbers[KEPT_VERSIONS - 1 :] if not before[number].pinned]
-    uses = await references(connection, own, besides_latest=latest_moved) if old else {}
+    uses = await references(connection, name_row, besides_latest=latest_moved) if old else {}
     if doomed := [number for number in old if number not in uses]:
-        which = and_(adapters.c.id == own.id, adapter_versions.c.version.in_(doomed))
-        await remove_versions(connection, own.tenant_id, which, now)
+        which = and_(adapters.c.id == name_row.id, adapter_versions.c.version.in_(doomed))
+        await remove_versions(connection, name_row.tenant_id, which, now)
 
 
 def _check_change(before: Version, values: dict[str, Any]) -> None:

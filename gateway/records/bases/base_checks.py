@@ -65,6 +65,6 @@ async def _lock_bases(connection: AsyncConnection) -> list[_Present]:
     return [_Present(*row) for row in rows.all()]
 
 
-def _check_free(found: Collection[_Present], name: str, kind: str) -> None:
-    if name in reserved_names([row.name for row in found]):
+def _check_free(present: Collection[_Present], name: str, kind: str) -> None:
+    if name in reserved_names([row.name for row in present]):
         raise taken_by_base(name, kind)

@@ -33,8 +33,8 @@ RETRY_SECONDS = 5
 _STORED = ("name", "context_length", "tokenizer", "shape")
 
 
-def _is_stored(own: Base, row: Base) -> bool:
-    return all(getattr(own, name) == getattr(row, name) for name in _STORED)
+def _is_stored(base: Base, row: Base) -> bool:
+    return all(getattr(base, name) == getattr(row, name) for name in _STORED)
 
 
 class BasesLocked(Unavailable):
@@ -197,10 +197,10 @@ async def _check_no_adapter(connection: AsyncConnection, name: str) -> None:
             raise Conflict(f"name: '{name}' is {kind} of tenant '{owner}'; choose another name.", param="name")
 
 
-def _check_digest(known: Sequence[Base], digest: str | None, own: Base | None) -> None:
-    """Raise NameTaken if another base than `own` has or had the digest."""
+def _check_digest(known: Sequence[Base], digest: str | None, base: Base | None) -> None:
+    """Raise NameTaken if another base than `base` has or had the digest."""
     for other in known:
-        if digest in other.digests and (own is None or other.id != own.id):
+        if digest in other.digests and (base is None or other.id != base.id):
             kind = "the" if digest == other.digest else "a former"
             raise NameTaken(f"digest: it is {kind} digest of the base model '{other.name}'.", param="digest")
 

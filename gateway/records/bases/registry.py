@@ -181,8 +181,8 @@ class Bases:
         local = {"tokenizer": own.tokenizer, "shape": own.shape, "context_length": own.context_length}
         return msgspec.structs.replace(base, **local)
 
-    def _set(self, found: Sequence[Base]) -> None:
-        self._all = tuple(found)
-        self._by_name = {base.name: base for base in found}
-        self._by_id = {base.id: base for base in found}
+    def _set(self, bases: Sequence[Base]) -> None:
+        self._all = tuple(bases)
+        self._by_name = {base.name: base for base in bases}
+        self._by_id = {base.id: base for base in bases}
         self._reserved = reserved_names(self.names)

@@ -179,8 +179,8 @@ class PriceList:
         await changes.follow(PRICES, self.refresh)
 
 
-def _dearest(found: Sequence[Price]) -> Price:
-    return Price(**{name: max(getattr(price, name) for price in found) for name in Price.__struct_fields__})
+def _dearest(prices: Sequence[Price]) -> Price:
+    return Price(**{name: max(getattr(price, name) for price in prices) for name in Price.__struct_fields__})
 
 
 def _read(row: Row) -> PricedModel:

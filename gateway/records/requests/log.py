@@ -154,12 +154,12 @@ class RequestLog:
         shown = [msgspec.structs.replace(entry, key=labels.get(entry.key_id)) for entry in entries[:limit]]
         return LogPage(entries=shown, next=None if following is None else encode_cursor(following))
 
-    async def find(self, given: str, *, tenant_id: str | None = None) -> LogEntry | None:
+    async def find(self, request_or_answer_id: str, *, tenant_id: str | None = None) -> LogEntry | None:
         """Return a request by its id (`req_...`) or its answer's (`chatcmpl-...`, `cmpl-...`); None if there is none.
 
         tenant_id: finds only this tenant's. Raises BadRequest for a text of another form.
         """
-        request_id = read_id(given)
+        request_id = read_id(request_or_answer_id)
         async with self._database.read() as connection:
             for table in TIMES:
                 query = select(table).where(table.c.request_id == request_id)
@@ -191,9 +191,9 @@ def steps(entry: LogEntry) -> list[Step]:
     return found
 
 
-def read_id(given: str) -> str:
+def read_id(request_or_answer_id: str) -> str:
     """Return the request's id, given it or the answer's id. Raises BadRequest."""
-    match = _ID.fullmatch(given)
+    match = _ID.fullmatch(request_or_answer_id)
     if match is None:
         expected = "a request's id (req_...) or an answer's (chatcmpl-... or cmpl-...)"
         raise BadRequest(f"id: expected {expected}.", param="id")

@@ -76,9 +76,11 @@ class TenantBulk:
             )
         return await run_to_end(self._apply(found, change, actor))
 
-    async def _apply(self, found: Sequence[tuple[Tenant, dict[str, Any]]], change: BulkChange, actor: str) -> list[str]:
+    async def _apply(
+        self, selected: Sequence[tuple[Tenant, dict[str, Any]]], change: BulkChange, actor: str
+    ) -> list[str]:
         changed: list[str] = []
-        for some in _chunks(found):
+        for some in _chunks(selected):
             async with self._database.write() as connection:
                 # A change of the plan locks the plan before its tenants too.
                 await plan_terms(connection, change.fields.get("plan"), lock=True)
@@ -106,9 +108,9 @@ def _locked(tenant_id: str) -> Select[Any]:
     return select(tenants).where(tenants.c.id == tenant_id).with_for_update()
 
 
-def _chunks(found: Sequence[tuple[Tenant, dict[str, Any]]]) -> Iterator[Sequence[tuple[Tenant, dict[str, Any]]]]:
-    for first in range(0, len(found), AT_ONCE):
-        yield found[first : first + AT_ONCE]
+def _chunks(selected: Sequence[tuple[Tenant, dict[str, Any]]]) -> Iterator[Sequence[tuple[Tenant, dict[str, Any]]]]:
+    for first in range(0, len(selected), AT_ONCE):
+        yield selected[first : first + AT_ONCE]
 
 
 def _planned(tenant: Tenant, changes: dict[str, Any]) -> Planned:

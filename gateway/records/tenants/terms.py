@@ -55,18 +55,18 @@ def given_terms(terms: Terms) -> dict[str, Any]:
     return {name: value for name in FIELDS if (value := getattr(terms, name)) is not UNSET}
 
 
-def resolve(plan: Terms, own: Terms) -> dict[str, Any]:
+def resolve(plan: Terms, own_terms: Terms) -> dict[str, Any]:
     """Return the effective values of a tenant by field. Limits of models are combined by the model's name."""
-    values = {**DEFAULTS, **given_terms(plan), **given_terms(own)}
-    values["model_limits"] = _of_models(plan) | _of_models(own)
+    values = {**DEFAULTS, **given_terms(plan), **given_terms(own_terms)}
+    values["model_limits"] = _of_models(plan) | _of_models(own_terms)
     return values
 
 
-def sources(plan: Terms, own: Terms) -> dict[str, Source]:
+def sources(plan: Terms, own_terms: Terms) -> dict[str, Source]:
     """Return the source of each effective value."""
     found: dict[str, Source] = dict.fromkeys(FIELDS, "default")
     found.update(dict.fromkeys(given_terms(plan), "plan"))
-    found.update(dict.fromkeys(given_terms(own), "tenant"))
+    found.update(dict.fromkeys(given_terms(own_terms), "tenant"))
     return found
 
 
