@@ -32,6 +32,38 @@ class EngineFigures(NamedTuple):
     in_flight: int
 
 
+class EngineGauges:
+    """Gauges with a series for each engine on record."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"loraplex_gateway_engine_{name}", text, ["engine"], registry=registry)
+
+        self._up = gauge("up", "1 if the engine answers its health check.")
+        self._refused = gauge(
+            "refused", "1 if the engine runs and gets no requests because of its model, its version or its secret."
+        )
+        self._drained = gauge(
+            "drained", "1 if an operator drained the engine: it gets no new requests until it is resumed."
+        )
+        self._in_flight = gauge("in_flight", "Requests of this gateway that the engine works on.")
+        self._available = gauge(
+            "available", "1 if the engine gets requests: it is up and its circuit breaker is closed."
+        )
+
+    def update(self, engines: Iterable[EngineFigures]) -> None:
+        """Set the gauges to these engines' figures, and remove the series of all others."""
+        for each in (self._up, self._refused, self._drained, self._in_flight, self._available):
+            each.clear()
+        for engine in engines:
+            if engine.is_up is not None:
+                self._up.labels(engine.url).set(engine.is_up)
+            self._available.labels(engine.url).set(engine.is_available)
+            self._refused.labels(engine.url).set(engine.is_refused)
+            self._drained.labels(engine.url).set(engine.is_drained)
+            self._in_flight.labels(engine.url).set(engine.in_flight)
+
+
 class Metrics:
     """Metrics with bounded labels: routes are patterns, and `gateway/metric_labels.py` caps tenants and models."""
 
@@ -40,11 +72,12 @@ class Metrics:
         # CPU, memory, open files and start time of the process.
         ProcessCollector(registry=self.registry)
         self._labels = TenantLabels()
-        self._engines: Callable[[], Iterable[EngineFigures]] = tuple
+        self._engines = EngineGauges(self.registry)
+        self._read_engines: Callable[[], Iterable[EngineFigures]] = tuple
         self._make_http()
         self._make_inference()
         self._make_limits()
-        self._make_engines()
+        self._make_queue()
         self._make_process()
         # Caches for the metrics of every request, because the library looks up each child under a lock. They are no
         # larger than the library's own tables.
@@ -163,28 +196,7 @@ class Metrics:
             "Requests refused, without a comparison of their secret, because of wrong keys from their address.",
         )
 
-    def _make_engines(self) -> None:
-        self._engine_up = self._gauge(
-            "loraplex_gateway_engine_up", "1 if the engine answers its health check.", "engine"
-        )
-        self._engine_refused = self._gauge(
-            "loraplex_gateway_engine_refused",
-            "1 if the engine runs and gets no requests because of its model, its version or its secret.",
-            "engine",
-        )
-        self._engine_drained = self._gauge(
-            "loraplex_gateway_engine_drained",
-            "1 if an operator drained the engine: it gets no new requests until it is resumed.",
-            "engine",
-        )
-        self._engine_in_flight = self._gauge(
-            "loraplex_gateway_engine_in_flight", "Requests of this gateway that the engine works on.", "engine"
-        )
-        self._engine_available = self._gauge(
-            "loraplex_gateway_engine_available",
-            "1 if the engine gets requests: it is up and its circuit breaker is closed.",
-            "engine",
-        )
+    def _make_queue(self) -> None:
         self._queue_waiting = self._gauge("loraplex_gateway_queue_waiting", "Requests that wait for room on an engine.")
         self._queue_wait = self._gauge(
             "loraplex_gateway_queue_wait_seconds", "Longest wait of the requests that still wait for room on an engine."
@@ -332,7 +344,7 @@ class Metrics:
         self._quota_up.set_function(up)
 
     def watch_engines(self, engines: Callable[[], Iterable[EngineFigures]]) -> None:
-        self._engines = engines
+        self._read_engines = engines
 
     def watch_queue(self, waiting: Callable[[], int], longest_wait: Callable[[], float]) -> None:
         self._queue_waiting.set_function(waiting)
@@ -351,17 +363,5 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the registry in Prometheus' text format."""
-        # Drop the engines that have been removed.
-        self._engine_up.clear()
-        self._engine_available.clear()
-        self._engine_refused.clear()
-        self._engine_drained.clear()
-        self._engine_in_flight.clear()
-        for engine in self._engines():
-            if engine.is_up is not None:
-                self._engine_up.labels(engine.url).set(engine.is_up)
-            self._engine_available.labels(engine.url).set(engine.is_available)
-            self._engine_refused.labels(engine.url).set(engine.is_refused)
-            self._engine_drained.labels(engine.url).set(engine.is_drained)
-            self._engine_in_flight.labels(engine.url).set(engine.in_flight)
+        self._engines.update(self._read_engines())
         return generate_latest(self.registry)

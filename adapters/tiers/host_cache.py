@@ -22,6 +22,7 @@ from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
 from adapters.tiers.device_size import refusal
+from adapters.tiers.failed_loads import FailedLoads
 from adapters.tiers.mixing import Mixtures, PartHeader, check_parts, mix
 from adapters.tiers.tier_state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
@@ -30,12 +31,10 @@ from wire.mixtures import Mixture
 
 # Queued loads in all and per tenant; more are refused.
 MAX_PENDING, MAX_PENDING_PER_TENANT = 1024, 64
-# A failed load is not retried for this time, however many requests need it.
-FAILURE_SECONDS = 5.0
 # Maximum wait of a load, which occupies a thread, for an adapter in use to be unpinned.
 ROOM_SECONDS = 30.0
-# MAX_ASKED: number of digests whose last requesting tenant is remembered.
-MAX_FAILURES, MAX_ASKED = 1024, 4096
+# Number of digests whose last requesting tenant is remembered.
+MAX_ASKED = 4096
 LIMITLESS = 1 << 62
 # Queue of `register` among those of the tenants; no tenant has this name.
 FOLDERS = "\n"
@@ -76,7 +75,7 @@ class HostCache:
         # Number of waiting requests per digest, and the tenant that last requested each digest, with its weight.
         self._askers: Counter[str] = Counter()
         self._asked = BoundedDict[str, tuple[str, float | None]](MAX_ASKED)
-        self._failures = BoundedDict[str, tuple[float, Exception]](MAX_FAILURES)
+        self._failed = FailedLoads()
         self._verified = VerifiedFiles()
         self._mixtures = Mixtures(self._max_bytes)
         self._has_reservation: Callable[[str], bool] = lambda _: False
@@ -114,13 +113,13 @@ class HostCache:
         """Load an adapter. Calls for one digest share one load and one future: call `stop_waiting`, never cancel it.
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
-        last two are remembered for `FAILURE_SECONDS`. tenant_id: the tenant whose queue the load joins; None for the
+        last two are remembered: see `FailedLoads`. tenant_id: the tenant whose queue the load joins; None for the
         tenant that last requested the digest, with no limit on that queue. weight: see `FairThreads.submit`. Raises
         TooManyPending only if a tenant is given.
         """
         with self._changed:
             self._dropped.discard(digest)
-            adapter, error = self._touch(digest), self._remembered(digest)
+            adapter, error = self._touch(digest), self._failed.get(digest)
             if adapter is not None or error is not None:
                 done: Future[HostAdapter] = Future()
                 if adapter is not None:
@@ -195,7 +194,7 @@ class HostCache:
         self._check(checkpoint)
         with self._changed:
             self._paths[checkpoint.digest] = checkpoint.folder
-            self._failures.pop(checkpoint.digest, None)
+            self._failed.forget(checkpoint.digest)
         return checkpoint.digest
 
     def register(self, path: str) -> "Future[str]":
@@ -240,7 +239,9 @@ class HostCache:
             self._ended("loaded", time.monotonic() - started)
             return adapter
         except BaseException as exc:
-            self._remember(digest, exc)
+            with self._changed:
+                if not self._closed:
+                    self._failed.add(digest, exc)
             self._ended(_result(exc), time.monotonic() - started)
             raise
         finally:
@@ -338,22 +339,6 @@ class HostCache:
         if sizes.total() > self._max_bytes:
             raise AdapterError("adapter", f"takes {sizes.total()} bytes of host memory, the limit is {self._max_bytes}")
         return sizes.total()
-
-    def _remembered(self, digest: str) -> Exception | None:
-        until, error = self._failures.get(digest, (0.0, None))
-        if error is not None and time.monotonic() >= until:
-            del self._failures[digest]
-            return None
-        return error
-
-    def _remember(self, digest: str, error: BaseException) -> None:
-        """Remember a failure for `FAILURE_SECONDS`.
-
-        A missing adapter is not remembered, because it may be uploaded at any moment.
-        """
-        if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
-            with self._changed:
-                self._failures.put(digest, (time.monotonic() + FAILURE_SECONDS, error))
 
     def _reserve(self, size: int) -> None:
         """Count `size` more bytes, after evicting adapters until they fit. Waits for an unpin if all others are pinned.

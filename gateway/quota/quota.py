@@ -20,6 +20,7 @@ from gateway.quota.demand import Demand, Need
 from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
+from gateway.quota.late_settlements import LateSettlements
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
@@ -79,9 +80,7 @@ class Quota:
         self._without_redis = WithoutRedis(fallback, lambda: self._presence.count, on_admitted_without_redis)
         self._holds = Holds(self._store.script, self._without_redis)
         self._leases = Leases(self._store, self._lease_ms, self._register)
-        # Tenant id -> request id -> (tokens, cost, requests) used, of ended requests to be settled when Redis answers.
-        self._unsettled: dict[str, dict[str, tuple[int, int, int]]] = {}
-        self._has_unsettled = asyncio.Event()
+        self._late_settlements = LateSettlements(self._store)
         self._registered = sweeps.Registrations(redis)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -196,7 +195,7 @@ class Quota:
                 reply = await self._recall.acquire(tenant_id, limits, call, reply)
         except Unavailable:
             if sent:
-                self._settle_later(tenant_id, request_id)
+                self._late_settlements.add(tenant_id, request_id)
             if self._without_redis.refuses(limits):
                 raise
             shares = self._without_redis.shares(tenant_id, limits)
@@ -204,7 +203,7 @@ class Quota:
             return self._holds.attach(self._without_redis.acquire(shares, demand), demand, model, limits)
         except asyncio.CancelledError:
             # The client left, but the script may have run.
-            self._settle_later(tenant_id, request_id)
+            self._late_settlements.add(tenant_id, request_id)
             raise
         allowed, granted, now, *flat = reply
         end = 3 * len(limits)
@@ -270,7 +269,7 @@ class Quota:
             except Unavailable:
                 if left == 0 or self._store.away:
                     if has_lease:
-                        self._settle_later(tenant_id, request_id, (tokens, cost, int(counts)))
+                        self._late_settlements.add(tenant_id, request_id, (tokens, cost, int(counts)))
                     raise
         raise AssertionError("unreachable")
 
@@ -332,7 +331,7 @@ class Quota:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._leases.keep_extending())
-            group.create_task(self._keep_settling())
+            group.create_task(self._late_settlements.keep_settling())
             group.create_task(self._keep_present())
             group.create_task(self._check.watch())
             if self._ended_keys is not None:
@@ -351,37 +350,11 @@ class Quota:
             log.info("redis is unreachable; the registration of this gateway expires in a few seconds")
         await self._store.close()
 
-    def _settle_later(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
-        self._unsettled.setdefault(tenant_id, {})[request_id] = used
-        self._has_unsettled.set()
-
     async def _register(self, tenant_ids: set[str]) -> None:
         """Register the tenants for the sweeps, so that their requests are settled even if this process dies."""
         ids = list(tenant_ids)
         for start in range(0, len(ids), sweeps.PAGE):
             await self._store.call(partial(self._registered.add, ids[start : start + sweeps.PAGE]))
-
-    async def _keep_settling(self) -> None:
-        while True:
-            await self._has_unsettled.wait()
-            self._has_unsettled.clear()
-            for tenant_id in list(self._unsettled):
-                try:
-                    await self._settle_rest(tenant_id)
-                except Unavailable:
-                    # An error of one tenant's keys does not stop the others.
-                    self._has_unsettled.set()
-                    if self._store.away:
-                        break
-            if self._has_unsettled.is_set():
-                await asyncio.sleep(PRESENCE_SECONDS)
-
-    async def _settle_rest(self, tenant_id: str) -> None:
-        for request_id, used in list(self._unsettled[tenant_id].items()):
-            await self._store.script(tenant_id, "settle", request_id, *used, b"")
-            del self._unsettled[tenant_id][request_id]
-        if not self._unsettled[tenant_id]:
-            del self._unsettled[tenant_id]
 
     async def _keep_present(self) -> None:
         while True:

@@ -8,13 +8,13 @@ import torch
 from adapters import checkpoint
 from adapters.manifest import AdapterError
 from adapters.store import DirectoryStore
-from adapters.tiers import host_cache
+from adapters.tiers import failed_loads
 from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, tensors, write
 
 
 def test_a_digest_is_verified_once_and_again_after_a_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_cache, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(failed_loads, "FAILURE_SECONDS", 0.0)
     store = DirectoryStore(tmp_path / "store")
     digest = store.put(write(tmp_path / "x", tensors()), BASE).digest
     hashed, really = [], checkpoint._digest

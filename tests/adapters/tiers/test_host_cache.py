@@ -11,7 +11,7 @@ import torch
 from adapters import verified_files
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
-from adapters.tiers import host_cache
+from adapters.tiers import failed_loads
 from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, key, tensors, write
@@ -147,7 +147,7 @@ def test_a_failed_read_gives_its_room_back(make_cache, digests, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(AdapterReader, "read", broken)
-        patch.setattr(host_cache, "FAILURE_SECONDS", 0.0)
+        patch.setattr(failed_loads, "FAILURE_SECONDS", 0.0)
         with pytest.raises(OSError, match="disk on fire"):
             load(cache, digests[0])
     assert cache.stats().num_bytes == 0
@@ -275,7 +275,7 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make_cache, store, dige
         verified_files, "open_checkpoint", lambda folder, known=None: (opened.append(folder), really(folder, known))[1]
     )
     now = [1000.0]
-    monkeypatch.setattr(host_cache, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(failed_loads, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(20):
         with pytest.raises(AdapterError, match="its files have changed"):
             load(cache, digests[0])
@@ -283,7 +283,7 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make_cache, store, dige
     weights.write_bytes(whole)
     with pytest.raises(AdapterError, match="its files have changed"):
         load(cache, digests[0])
-    now[0] += host_cache.FAILURE_SECONDS + 1
+    now[0] += failed_loads.FAILURE_SECONDS + 1
     assert load(cache, digests[0]).digest == digests[0]
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from adapters.checkpoint import WEIGHTS_NAME
 from adapters.manifest import AdapterError
 from adapters.store import DirectoryStore
-from adapters.tiers import host_cache
+from adapters.tiers import failed_loads
 from adapters.tiers.adapter_reader import AdapterReader
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.host_cache import HostCache
@@ -41,7 +41,7 @@ class LifeCycles(RuleBasedStateMachine):
         self.digests = [self.store.put(source, BASE).digest for source in self.sources]
         self.stored = set(self.digests)
         self.damaged: set[str] = set()
-        self.patches = [mock.patch.object(host_cache, "FAILURE_SECONDS", 0.0)]
+        self.patches = [mock.patch.object(failed_loads, "FAILURE_SECONDS", 0.0)]
         self.crashes, read = 0, AdapterReader.read
 
         def read_or_crash(*given):
