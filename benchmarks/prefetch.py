@@ -27,7 +27,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
-from testing.gateway.running import Client, running, settings, until
+from testing.gateway.running import Client, running, settings
 
 BUSY, TOKENS, PROMPT = 12, 24, "Once upon a time there was a number"
 UNLIMITED = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "max_concurrent"))
@@ -83,11 +83,7 @@ async def measure(folder: Path, url: str, store: Path, digests: list[str], round
                 row = {"digest": digest, "rank": 16, "num_bytes": 1, "actor": "benchmark"}
                 await catalog.add_version(tenant, f"cold-{number}", **row)
             await database.close()
-
-            async def is_up() -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
-
-            await until(is_up, 120.0)
+            await gateway.engines_up(1, 120.0)
             left = iter(range(len(digests)))
 
             async def cold() -> float:

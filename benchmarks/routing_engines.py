@@ -34,7 +34,7 @@ from benchmarks.routing import ENGINES, Asked, before
 from gateway.fleet import candidates
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.routing import Choice, RoutedRequest, choose
-from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
@@ -131,11 +131,7 @@ async def measure(requests: int, rate: float) -> list[str]:
             for i in range(ADAPTERS):
                 save_adapter(folder / f"a{i}", seed=i)
                 await push(client, f"adapter-{i}", folder / f"a{i}")
-
-            async def all_up() -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == ENGINES
-
-            await until(all_up, 120.0)
+            await gateway.engines_up(ENGINES, 120.0)
             places = await total(gateway, urls, "adapter_pages_total")
             lines.append(f"{places} places for adapters in all, {requests} requests at {rate:g} a second.")
             lines += ["", "| policy | loads | TTFT p50 | TTFT p99 |", "|---|---|---|---|"]

@@ -97,7 +97,7 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
     async with AsyncExitStack() as life:
         try:
             async with starting:
-                url = await life.enter_async_context(listening(settings))
+                url = await life.enter_async_context(listening(await make_app(settings), settings))
         except TimeoutError:
             if not starting.expired():
                 raise
@@ -113,9 +113,8 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
 
 
 @asynccontextmanager
-async def listening(settings: Settings) -> AsyncIterator[str]:
-    """Serve on the configured ports; yield the gateway's URL and drain on exit."""
-    app = await make_app(settings)
+async def listening(app: web.Application, settings: Settings) -> AsyncIterator[str]:
+    """Serve the gateway's application on the configured ports; yield its URL and drain on exit."""
     # handler_cancellation: when a client leaves, its handler is cancelled, which closes the connection to the engine.
     # keepalive_timeout: limits the wait for a complete head of a request, also for the first one of a connection.
     runner = web.AppRunner(

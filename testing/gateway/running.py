@@ -17,6 +17,8 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gateway.app import REGISTRY, make_app
+from gateway.fleet.health import Health
 from gateway.records.database import migrate
 from gateway.serve import listening
 from gateway.settings import Settings
@@ -175,6 +177,14 @@ class Gateway:
                 assert (await browser.log_in(key)).status == 303
             yield browser
 
+    async def engines_up(self, number: int, seconds: float = 30.0) -> None:
+        """Wait until exactly this many engines are up, as `/readyz` counts them."""
+
+        async def are_up() -> bool:
+            return (await self.nobody.get("/readyz")).json["engines_up"] == number
+
+        await until(are_up, seconds)
+
     async def engine_faults(self) -> list[str]:
         """Return the address and the fault of each engine that gets no requests, as an operator reads them."""
         engines = (await self.admin.get("/admin/api/engines")).json["data"]
@@ -230,7 +240,13 @@ def settings(folder: Path, model_dir: Path, engines: list[str], redis_url: str, 
 
 @asynccontextmanager
 async def running(of: Settings) -> AsyncIterator[Gateway]:
-    async with listening(of) as url, aiohttp.ClientSession() as session:
+    """Serve a gateway and yield it once each engine has answered a health check, well or not.
+
+    On a busy machine the first check may have no answer in time, and the engine would miss the test's first requests.
+    """
+    app = await make_app(of)
+    async with listening(app, of) as url, aiohttp.ClientSession() as session:
+        await becomes(lambda: all(each.condition.health is not Health.UNKNOWN for each in app[REGISTRY].engines))
         yield Gateway(url, session)
 
 

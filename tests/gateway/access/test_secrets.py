@@ -50,13 +50,9 @@ async def test_announcing_has_a_token_of_its_own(tmp_path: Path, model_dir: Path
         assert await announced("x-loraplex-internal-token", TOKEN) == 401
         assert await announced("x-loraplex-internal-token", ANNOUNCE) == 401
         assert await announced("x-loraplex-announce-token", TOKEN) == 401
-
-        async def number_up() -> int:
-            return (await gateway.nobody.get("/readyz")).json["engines_up"]
-
-        assert await number_up() == 0
+        assert (await gateway.nobody.get("/readyz")).json["engines_up"] == 0
         async with announcing([gateway.url], upstream.url, TOKEN, ANNOUNCE):
-            await until(number_up)
+            await gateway.engines_up(1)
         acme = await gateway.tenant("acme")
 
         async def gone() -> bool:

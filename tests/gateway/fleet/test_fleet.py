@@ -7,9 +7,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientTimeout
 
 from gateway.api.health import NO_ENGINE, NO_ENGINE_KNOWN
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
+from gateway.fleet.engine import EngineRecord
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Browser, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
@@ -41,16 +43,29 @@ async def test_an_engine_that_dies_is_passed_over_and_found_again(tmp_path: Path
             for i in range(8):
                 got = await acme.complete(prompt=f"conversation {i}")
                 assert got.status == 200, got.body
-            await until(lambda: up(gateway, 1))
+            await gateway.engines_up(1)
             assert [e["healthy"] for e in (await gateway.admin.get("/admin/api/engines")).json["data"]] == [False, True]
             async with Upstream().serving(port):
-                await until(lambda: up(gateway, 2))
+                await gateway.engines_up(2)
         finally:
             await gateway_of.__aexit__(None, None, None)
 
 
-async def up(gateway: Gateway, engines: int) -> bool:
-    return (await gateway.nobody.get("/readyz")).json["engines_up"] == engines
+async def test_a_tests_gateway_starts_once_each_engine_has_answered(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.fleet.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=0.5))
+    note = EngineRecord.note_missed_check
+    async with Upstream().serving() as late, Upstream().serving() as prompt:
+        late.mute = True
+
+        def answer_the_third(record: EngineRecord, reason: str) -> None:
+            note(record, reason)
+            late.mute = record.condition.misses < 2
+
+        monkeypatch.setattr(EngineRecord, "note_missed_check", answer_the_third)
+        async with running(settings(tmp_path, model_dir, [late.url, prompt.url], redis_url)) as gateway:
+            assert await gateway.engine_faults() == []
 
 
 async def test_an_engine_of_another_model_gets_no_requests(
@@ -73,14 +88,14 @@ async def test_an_engine_of_another_model_gets_no_requests(
             assert ready.json["engine_problems"] == ["misconfigured"]
             assert await gateway.engine_faults() == [f"{wrong.url} is misconfigured: {problem}"]
             right.healthy = False
-            await until(lambda: up(gateway, 0))
+            await gateway.engines_up(0)
             ready = await gateway.nobody.get("/readyz")
             assert (ready.status, ready.json["status"], ready.json["parts"]["engines"]) == (200, "degraded", NO_ENGINE)
             assert ready.json["engine_problems"] == ["down", "misconfigured"]
             assert f"{wrong.url} is misconfigured: {problem}" in await gateway.engine_faults()
             assert (await acme.complete()).status == 503
             wrong.model = BASE_MODEL
-            await until(lambda: up(gateway, 1))
+            await gateway.engines_up(1)
             ready = await gateway.nobody.get("/readyz")
             down = f"{right.url} is down: GET /health answered 503"
             assert (ready.status, ready.json["engine_problems"]) == (200, ["down"])
@@ -105,7 +120,7 @@ async def test_an_engine_that_is_not_there_is_named_with_the_reason(
             for line in expected:
                 assert caplog.text.count(f"engine {line}") == 1
             well.healthy = False
-            await until(lambda: up(gateway, 0))
+            await gateway.engines_up(0)
             ready = (await gateway.nobody.get("/readyz")).json
             assert ready["parts"]["engines"] == NO_ENGINE
             assert await gateway.engine_faults() == [*expected, f"{well.url} is down: GET /health answered 503"]
@@ -124,13 +139,13 @@ async def test_a_gateway_that_knows_no_engine_says_so(tmp_path: Path, model_dir:
 async def test_a_request_that_no_engine_was_there_for_is_given_back(gateway: Gateway, upstream: Upstream):
     acme = await gateway.tenant("acme", requests_per_minute=1)
     upstream.healthy = False
-    await until(lambda: up(gateway, 0))
+    await gateway.engines_up(0)
     for _ in range(3):
         got = await acme.complete()
         assert (got.status, got.error["code"]) == (503, "no_engine")
         assert got.headers["x-ratelimit-limit-requests"] == "1"
     upstream.healthy = True
-    await until(lambda: up(gateway, 1))
+    await gateway.engines_up(1)
     assert (await acme.complete()).status == 200
 
     async def requests() -> int:
@@ -147,7 +162,7 @@ async def test_a_request_that_no_engine_was_there_for_is_given_back(gateway: Gat
 async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
     acme = await gateway.tenant("acme", tokens_per_minute=100)
     upstream.healthy = False
-    await until(lambda: up(gateway, 0))
+    await gateway.engines_up(0)
     for _ in range(3):
         # Nothing is charged: three times 64 of 100 tokens.
         got = await acme.complete(max_tokens=62)
@@ -159,7 +174,7 @@ async def test_without_an_engine(gateway: Gateway, upstream: Upstream):
     # The operator still gets in.
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
     upstream.healthy = True
-    await until(lambda: up(gateway, 1))
+    await gateway.engines_up(1)
     assert (await acme.complete(max_tokens=62)).status == 200
 
 
@@ -357,10 +372,10 @@ async def test_an_engine_that_announces_itself_is_used_until_it_takes_it_back(
         refused = await gateway.nobody.post(path, {"url": "dns://x:1"}, headers=headers)
         assert (refused.status, refused.error["param"]) == (400, "url")
         assert (await gateway.nobody.post(path, body, headers=headers)).status == 204
-        await until(lambda: up(gateway, 1))
+        await gateway.engines_up(1)
         assert (await acme.complete()).status == 200
         assert (await gateway.nobody.call("DELETE", path, json=body, headers=headers)).status == 204
-        await until(lambda: up(gateway, 0))
+        await gateway.engines_up(0)
         assert (await acme.complete()).error["code"] == "no_engine"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_model
@@ -38,10 +38,6 @@ async def engine(model: Path, gateway: Gateway, log: Path) -> AsyncIterator["sub
     finally:
         process.kill()
         await asyncio.to_thread(process.wait)
-
-
-async def engines_up(gateway: Gateway) -> int:
-    return (await gateway.nobody.get("/readyz")).json["engines_up"]
 
 
 async def keep_asking(client: Client, number: int, enough: asyncio.Event) -> int:
@@ -72,12 +68,12 @@ async def test_a_rolling_restart_fails_no_request(tmp_path: Path, redis_url: str
         assert (await tenant.complete()).error["code"] == "no_engine"
         enough = asyncio.Event()
         async with engine(model, gateway, tmp_path / "one") as one, engine(model, gateway, tmp_path / "two") as two:
-            await until(lambda: is_up(gateway, 2), START_SECONDS)
+            await gateway.engines_up(2, START_SECONDS)
             load = [asyncio.create_task(keep_asking(tenant, number, enough)) for number in range(6)]
             try:
                 await leave(one, gateway)
                 async with engine(model, gateway, tmp_path / "three"):
-                    await until(lambda: is_up(gateway, 2), START_SECONDS)
+                    await gateway.engines_up(2, START_SECONDS)
                     await leave(two, gateway)
                     served = [task for task in load if not task.done()]
                     assert len(served) == len(load), [task.exception() for task in load if task.done()]
@@ -89,12 +85,8 @@ async def test_a_rolling_restart_fails_no_request(tmp_path: Path, redis_url: str
                 await asyncio.gather(*load, return_exceptions=True)
 
 
-async def is_up(gateway: Gateway, engines: int) -> bool:
-    return await engines_up(gateway) == engines
-
-
 async def leave(process: "subprocess.Popen[bytes]", gateway: Gateway) -> None:
     """Send SIGTERM: the engine finishes its requests and withdraws its announcement."""
     process.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(asyncio.to_thread(process.wait), START_SECONDS) == 0
-    await until(lambda: is_up(gateway, 1), START_SECONDS)
+    await gateway.engines_up(1, START_SECONDS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.gateway.running import running, settings, until
+from testing.gateway.running import becomes, running, settings, until
 from testing.gateway.upstream import Upstream
 
 
@@ -55,14 +55,8 @@ async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path
         of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=4.0)
         async with running(of) as gateway:
             acme = await gateway.tenant("acme")
-
-            async def ups() -> int:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"]
-
-            async def both_are_up() -> bool:
-                return one.followers == two.followers == 1 and await ups() == 2
-
-            await until(both_are_up)
+            await becomes(lambda: one.followers == two.followers == 1)
+            await gateway.engines_up(2)
             # The first event comes now, the last when the test releases it.
             asking = asyncio.create_task(acme.complete(stream=True, x_engine={"tokens": 2, "pause": True}))
 
@@ -73,11 +67,7 @@ async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path
                 await until(has_begun)
                 serving = one if one.events else two
                 serving.mute = True
-
-                async def is_down() -> bool:
-                    return await ups() == 1
-
-                await until(is_down)
+                await gateway.engines_up(1)
                 one.paused = two.paused = False
                 got = await asyncio.wait_for(asking, 60.0)
                 assert (got.status, got.events[-1]) == (200, "[DONE]")

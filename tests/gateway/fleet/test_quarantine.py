@@ -286,11 +286,7 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
         assert (await acme.complete()).status == 503
         for each in engines:
             each.refuses = False
-
-        async def are_up() -> bool:
-            return (await gateway.nobody.get("/readyz")).json["engines_up"] == 2
-
-        await until(are_up)
+        await gateway.engines_up(2)
         assert (await acme.complete()).error["code"] == "request_suspected", "each engine may still have the left ones"
         monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
         monkeypatch.setattr("gateway.fleet.isolation.WAIT_SECONDS", 60.0)
@@ -318,11 +314,7 @@ async def test_a_request_that_kills_engines_is_answered_without_one(
         assert (got.status, got.error["code"]) == (422, "request_quarantined")
         assert int(got.headers["Retry-After"]) > 60
         assert sum(len(each.requests) for each in engines) == 2
-
-        async def are_up() -> bool:
-            return (await gateway.nobody.get("/readyz")).json["engines_up"] == 3
-
-        await until(are_up)
+        await gateway.engines_up(3)
         assert (await acme.complete(prompt="another")).status == 200
         assert (await other.complete(prompt="a secret of acme")).status == 200
         page = (await gateway.admin.get("/metrics")).body.decode()

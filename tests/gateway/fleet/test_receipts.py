@@ -30,10 +30,6 @@ async def row_of(gateway: Gateway, tmp_path: Path, request_id: str) -> Any:
     return found[0]
 
 
-async def ups(gateway: Gateway) -> int:
-    return (await gateway.nobody.get("/readyz")).json["engines_up"]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("receipt", "served"), [(True, "base"), (None, None)])
 async def test_the_receipt_is_handed_on_and_kept(
@@ -66,20 +62,13 @@ async def test_another_adapters_answer_is_thrown_away_and_its_engine_taken_out(
     page = (await gateway.admin.get("/metrics")).body.decode()
     assert f'loraplex_gateway_adapter_mismatches_total{{engine="{upstream.url}"}} 1.0' in page
 
-    async def is_out() -> bool:
-        return await ups(gateway) == 0
-
-    await until(is_out)
+    await gateway.engines_up(0)
     assert (await acme.complete()).error["code"] == "no_engine"
     # Further pushes of its state change nothing; a restart does.
     upstream.receipt, upstream.running = True, 7
-    await until(is_out)
+    await gateway.engines_up(0)
     upstream.instance = "two"
-
-    async def is_back() -> bool:
-        return await ups(gateway) == 1
-
-    await until(is_back)
+    await gateway.engines_up(1)
     # The failed requests took nothing of its limits.
     assert (await acme.complete(max_tokens=90)).status == 200
 

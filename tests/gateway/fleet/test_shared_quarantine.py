@@ -17,8 +17,7 @@ from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
-from gateway.serve import listening
-from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined, leave
 
@@ -257,7 +256,7 @@ async def test_a_request_that_killed_engines_at_one_gateway_kills_none_at_anothe
         engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(4)]
         of = settings(tmp_path, model_dir, [each.url for each in engines], redis_url, redis_timeout=30.0)
         gateway = await stack.enter_async_context(running(of))
-        other = Gateway(await stack.enter_async_context(listening(of)), gateway.session)
+        other = await stack.enter_async_context(running(of))
         acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
         for each in engines:
             each.refuses = None

@@ -35,11 +35,7 @@ async def counting(
         async with running(of) as gateway:
             config = MODEL_CONFIG | {"max_position_embeddings": 256}
             assert (await gateway.admin.post("/admin/api/bases", {"name": "beta", "config": config})).status == 201
-
-            async def is_up() -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
-
-            await until(is_up)
+            await gateway.engines_up(1)
             yield await gateway.tenant("acme")
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +59,7 @@ async def test_a_version_never_reaches_an_engine_of_another_base(
     )
     async with running(of) as gateway:
         acme = await gateway.tenant("acme")
-
-        async def are_up(number: int) -> bool:
-            return (await gateway.nobody.get("/readyz")).json["engines_up"] == number
-
-        await until(partial(are_up, 1))
+        await gateway.engines_up(1)
         for seed, name in enumerate(NAMES):
             folder = tmp_path / name
             save_adapter(folder, seed=seed)
@@ -72,7 +67,7 @@ async def test_a_version_never_reaches_an_engine_of_another_base(
             pushed = await push(acme, name, parts)
             assert (pushed.status, pushed.json["state"]) == (201, "ready"), pushed.body
         new = await asyncio.to_thread(start, models[1], port)
-        await until(partial(are_up, 2))
+        await gateway.engines_up(2)
         path = f"/admin/api/tenants/acme/adapters/{NAMES[0]}/versions/1"
         assert (await gateway.admin.call("PATCH", path, json={"pinned": True})).status == 200
 

@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 
 from gateway.records.database import Database
-from gateway.serve import listening
 from gateway.settings import Settings, SettingsError
 from testing.gateway.running import Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
@@ -25,7 +24,7 @@ async def leaving(of: Settings):
     up, leave = asyncio.Event(), asyncio.Event()
 
     async def live() -> None:
-        async with listening(of):
+        async with running(of):
             up.set()
             await leave.wait()
 

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.fleet.kinds.fields import CHAT_PATH, DROPPED, RENDERERS_OWN, cache_salt, check_fields
 from gateway.fleet.kinds.vllm import VllmFields, request_body
-from testing.gateway.running import HI, Gateway, running, settings, until
+from testing.gateway.running import HI, Gateway, running, settings
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.fleet.kinds.test_vllm import adapters, served
@@ -106,11 +106,7 @@ async def test_a_vllm_server_that_announced_itself_gets_no_more(tmp_path: Path, 
             body = {"url": f"vllm+{vllm.url}"}
             assert (await gateway.nobody.post("/internal/engines", body, headers=headers)).status == 204
             acme = await gateway.tenant("acme")
-
-            async def is_up() -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
-
-            await until(is_up)
+            await gateway.engines_up(1)
             got = await acme.complete(a_field_of_tomorrow=1)
             assert (got.status, got.error["param"], got.error["code"]) == (
                 400,

@@ -32,10 +32,6 @@ async def served(
             yield gateway, vllm
 
 
-async def is_up(gateway: Gateway, number: int = 1) -> bool:
-    return (await gateway.nobody.get("/readyz")).json["engines_up"] == number
-
-
 @pytest.mark.parametrize("both", ["?adapters=2"], indirect=True)
 async def test_a_server_with_the_plugin_finds_adapters_itself(both: tuple[Gateway, VllmDouble]):
     gateway, vllm = both

@@ -77,11 +77,7 @@ async def bench(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
             gateways.append(await stack.enter_async_context(running(of)))
         bench = Bench(gateways, [one, two], tmp_path)
         for gateway in gateways:
-
-            async def are_up(gateway: Gateway = gateway) -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 2
-
-            await until(are_up, START_SECONDS)
+            await gateway.engines_up(2, START_SECONDS)
         yield bench
 
 

@@ -100,11 +100,7 @@ async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: s
         engine = f"vllm+{server.url}?adapters=2&requests=8&key_file={tmp_path / 'key'}"
         of = settings(tmp_path, model, [engine], redis_url, max_model_len=1024)
         async with running(of) as gateway:
-
-            async def is_up() -> bool:
-                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
-
-            await until(is_up, START_SECONDS)
+            await gateway.engines_up(1, START_SECONDS)
             acme = await gateway.tenant("acme", tokens_per_minute=1_000_000)
             names = ["pirate", "json", "brief"]
             for name in names:
