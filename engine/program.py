@@ -1,7 +1,6 @@
 """The engine's process: flags, signals and exit code."""
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from engine.http.app import Server, listening
 from engine.progress import Progress
 from wire.errors import ConfigError
 from wire.event_loop import loop_factory, shorten_lock_waits
+from wire.garbage import collect_as_usual
 from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import TokenizerError
 
@@ -119,10 +119,8 @@ def run(
         return announcing(server_config.gateways, url, server_config.internal_token, server_config.announce_token)
 
     def settled(bound_port: int) -> None:
-        # Exclude permanent objects from garbage collection: a full collection over them would stall all streams for a
-        # tenth of a second.
-        gc.collect()
-        gc.freeze()
+        # A full collection over permanent objects would stall all streams for a tenth of a second.
+        collect_as_usual()
         if ready is not None:
             ready(bound_port)
 

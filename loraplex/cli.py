@@ -38,10 +38,16 @@ from loraplex.commands import (
     usage,
     whoami,
 )
+from wire.garbage import collect_seldom
 
 
 class OneLineErrors(click.Group):
     """Command group that reports a user's mistake in one line on stderr, without click's usage text."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as a program. click's runner for tests calls `main`."""
+        collect_seldom()
+        return super().__call__(*args, **kwargs)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:

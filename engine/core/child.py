@@ -4,7 +4,6 @@ FD is a stream socket to the front. The process exits when the socket closes, al
 """
 
 import asyncio
-import gc
 import logging
 import os
 import select
@@ -15,6 +14,7 @@ import sys
 from engine.core.frames import Frames, head
 from engine.core.service import CoreService
 from wire.event_loop import loop_factory
+from wire.garbage import collect_as_usual
 
 READ_BYTES = 1 << 20
 
@@ -65,14 +65,8 @@ class FrontSocket:
 async def serve(connection: socket.socket) -> None:
     """Serve the front until it ends."""
     front = FrontSocket(connection)
-    front.serve(CoreService(front.send, freeze))
+    front.serve(CoreService(front.send, collect_as_usual))
     await asyncio.Event().wait()
-
-
-def freeze() -> None:
-    """Exclude permanent objects from garbage collection: a full collection over them takes a tenth of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def main() -> None:

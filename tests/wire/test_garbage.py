@@ -1,0 +1,45 @@
+"""Garbage collections of a program: seldom while it starts, none at its exit, then as often as by default."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from wire.garbage import SELDOM
+
+SCRIPT = """
+import gc
+from wire.garbage import SELDOM, collect_as_usual, collect_seldom
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("freed")
+
+usual = gc.get_threshold()
+collect_seldom()
+assert gc.get_threshold() == (SELDOM, *usual[1:])
+if {is_settled}:
+    collect_as_usual()
+    assert gc.get_threshold() == usual
+Cycle()
+print("ends")
+"""
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_program_collects_seldom_while_it_starts_and_not_at_its_exit(is_settled: bool):
+    command = [sys.executable, "-c", SCRIPT.format(is_settled=is_settled)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["ends"], "a collection at the exit frees the cycle"
+
+
+def test_the_command_line_does():
+    script = (
+        "import gc\nfrom loraplex.cli import main\ntry:\n    main(['--help'])\nfinally:\n    print(gc.get_threshold())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str((SELDOM, *gc.get_threshold()[1:]))
