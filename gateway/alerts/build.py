@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from gateway.alerts.budgets import Budgets
+from gateway.alerts.fleet_events import FleetEvents
 from gateway.alerts.mail import Mailer
 from gateway.alerts.outbox import Outbox
 from gateway.alerts.sending import Sender
@@ -41,6 +42,7 @@ def build_alerts(resources: Resources, records: Records, serving: Serving) -> Al
         Leadership(database, "watch", WATCH_SECONDS),
         resources.metrics,
         lambda: serving.registry.engines,
+        FleetEvents(events, records.tenants, resources.metrics, serving.quarantine),
     )
     return Alerts(
         events, webhooks, sender, Outbox(webhooks, Leadership(database, "outbox", OUTBOX_SECONDS), sender), watch

@@ -18,7 +18,11 @@ TITLES = {
     "key.expiring": "An API key of {tenant} expires soon",
     "engine.down": "The engine {engine} is down",
     "engine.up": "The engine {engine} is up again",
+    "engine.mismatch": "The engine {engine} answered with another adapter than the request's, and gets no requests",
     "adapter.rejected": "The adapter {adapter} of {tenant} was rejected",
+    "request.quarantined": "Engines died with a request of {tenant}, which is refused for a time",
+    "adapter.quarantined": "Engines died with an adapter of {tenant}, which is refused for a time",
+    "tenant.quarantined": "Engines died with several requests of {tenant}, and all are refused for a time",
     "keys.guessed": "Clients try API keys",
     "test": "Test of the webhook {webhook}",
 }

@@ -1,4 +1,4 @@
-"""Detection of events: thresholds of budgets, expiring keys, engines, bursts of wrong keys.
+"""Detection of events: thresholds of budgets, expiring keys, engines, quarantines, bursts of wrong keys.
 
 A single gateway process at a time checks the state that all processes share. Each process records by itself the events
 that only it can see. The column `once` of the table makes each event one row in any case.
@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from gateway.alerts.budgets import Budgets, ThresholdCrossing
+from gateway.alerts.fleet_events import FleetEvents
 from gateway.errors import Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
@@ -38,7 +39,7 @@ BURST_MINUTES = 10
 
 
 class Watch:
-    """Watch of one process. engines: returns the engines as this process sees them."""
+    """Watch of one process. engines: returns the engines as this process sees them. fleet: events that it saw."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Watch:
         leadership: Leadership,
         metrics: Metrics,
         engines: Callable[[], Sequence[EngineRecord]],
+        fleet: FleetEvents,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._events = events
@@ -54,6 +56,7 @@ class Watch:
         self._leadership = leadership
         self._metrics = metrics
         self._engines = engines
+        self._fleet = fleet
         self._look_seconds = look_seconds
         # (time.monotonic(), number of wrong keys so far) at each look of the last minute.
         self._wrong_keys: list[tuple[float, int]] = []
@@ -87,6 +90,7 @@ class Watch:
         now = datetime.now(UTC)
         self._was_up |= {engine.url for engine in self._engines() if engine.is_up}
         await self._look_at_wrong_keys(now)
+        await self._fleet.look()
         await self._look_at_refused(now)
         led, self._leads = self._leads, await self._leadership.take()
         if not self._leads:

@@ -32,8 +32,9 @@ from gateway.fleet.deaths import (
 )
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names, named
+from gateway.fleet.quarantine_log import QuarantineLog
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Entry, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,10 @@ class Quarantine:
         self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
         self._names = RequestNames(secret)
         self._shared = shared
-        self._count = count
         self._clock = clock
         self._deaths = Deaths(seconds, clock)
+        self._log = QuarantineLog(self._deaths, count)
         self._process = "" if shared is None else shared.process
-        # Suspects that this process reported last, with the entry's id (None until it is sent), and those whose
-        # quarantine it has logged.
-        self._unannounced: dict[Suspect, tuple[int, ...] | None] = {}
-        self._announced: set[Suspect] = set()
         self._was_read = asyncio.Event()
         # Deaths that wait for names.
         self._late: set[asyncio.Task[None]] = set()
@@ -154,6 +151,10 @@ class Quarantine:
         """Return what is in quarantine as far as this process knows, or what is of a tenant."""
         return self._deaths.all_held(tenant_id)
 
+    def take_begun(self) -> list[Held]:
+        """Return the quarantines that this process has logged since the last call."""
+        return self._log.take_begun()
+
     def age(self, at: float) -> float:
         """Return the seconds since a time of `Held`; they are negative if it has not come yet."""
         return self._clock() - at
@@ -169,7 +170,7 @@ class Quarantine:
                 raise Unavailable("Redis is unavailable, so the quarantine cannot be ended; try again shortly.")
         found = self._deaths.all_held(tenant_id)
         self._deaths.forget(tenant_id, self._clock())
-        self._announce()
+        self._log.announce()
         return found
 
     def is_forgotten(self, tenant_id: str, death: Death) -> bool:
@@ -251,9 +252,9 @@ class Quarantine:
             self._share(Report(death.engine, *known), death.at)
 
     def _share(self, report: Report, at: float) -> None:
-        self._unannounced.update(dict.fromkeys(report.suspects))
+        self._log.reports(report.suspects)
         if self._shared is None:
-            self._announce()
+            self._log.announce()
         else:
             self._put(report, at)
             self._start_sending()
@@ -307,19 +308,12 @@ class Quarantine:
                     self._deaths.forget(tenant_id, self._clock() - age)
             elif age < self._deaths.seconds:
                 death = self._deaths.apply(report, self._clock() - age, entry.process)
-                self._leave_announcing(entry)
+                self._log.read(entry)
                 # The engine may run again and have other requests, which is unknown without its instance.
                 if age < LATE_SECONDS or death.instance is not None:
                     self._answer(death)
         self._was_read.set()
-        self._announce()
-
-    def _leave_announcing(self, entry: Entry) -> None:
-        """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
-        for key in entry.report.suspects:
-            own = self._unannounced.get(key)
-            if own is not None and own < entry.id:
-                del self._unannounced[key]
+        self._log.announce()
 
     def _answer(self, death: Death) -> None:
         """Report this process's requests on an engine for another's report, or that it has none if that is awaited.
@@ -355,7 +349,7 @@ class Quarantine:
             if (entry_id := await self._shared.add(report, self._deaths.seconds)) is None:
                 self._put(report, at)
                 return
-            self._unannounced |= {key: entry_id for key in report.suspects if key in self._unannounced}
+            self._log.sent(report.suspects, entry_id)
             if report.processes:
                 # Some may have started since the last call.
                 started = Report(report.engine, [], [], report.instance, [*self._shared.processes])
@@ -363,22 +357,6 @@ class Quarantine:
             if not self._unsent:
                 # It may add reports.
                 await self.read()
-
-    def _announce(self) -> None:
-        """Count and log new quarantines, in the process that reports the last death only."""
-        self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
-        self._unannounced = {key: sent for key, sent in self._unannounced.items() if self._deaths.of(key)}
-        found = [key for key in self._unannounced if self._deaths.causes_of(key)]
-        for key in found:
-            del self._unannounced[key]
-        # A tenant's last death may be complete only after its last request's quarantine is announced.
-        tenants = dict.fromkeys(each.tenant_id for each in (*found, *self._announced))
-        for key in [*found, *(Suspect(TENANT, each, "") for each in tenants)]:
-            if key not in self._announced and (deaths := self._deaths.causes_of(key)):
-                self._announced.add(key)
-                self._count(key.kind)
-                what = key.kind, len(deaths), key.tenant_id
-                log.error("quarantine: the %s was on %d engines when they died: tenant %s", *what)
 
     def suspects(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Names:
         """Return the suspects of a request, itself and its adapters. They are computed at once for a small body."""

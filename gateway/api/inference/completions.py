@@ -266,7 +266,7 @@ class Completions:
 
     def _mismatched(self, engine: EngineRecord) -> None:
         """Count an answer with the wrong adapter, and send its engine no requests until it is restarted."""
-        self._metrics.adapter_mismatch(engine.url)
+        self._metrics.adapter_mismatch(engine.url, engine.state.instance)
         engine.mark_mismatched()
 
     def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:

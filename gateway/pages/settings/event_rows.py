@@ -23,7 +23,11 @@ EVENT_TITLES = {
     "key.expiring": "Key expires soon",
     "engine.down": "Engine down",
     "engine.up": "Engine up again",
+    "engine.mismatch": "Engine answered with another adapter",
     "adapter.rejected": "Adapter rejected",
+    "request.quarantined": "Request in quarantine",
+    "adapter.quarantined": "Adapter in quarantine",
+    "tenant.quarantined": "Tenant in quarantine",
     "keys.guessed": "Wrong keys in a burst",
 }
 TONES = {
@@ -34,7 +38,11 @@ TONES = {
     "key.expiring": "warn",
     "engine.down": "bad",
     "engine.up": "good",
+    "engine.mismatch": "bad",
     "adapter.rejected": "warn",
+    "request.quarantined": "warn",
+    "adapter.quarantined": "warn",
+    "tenant.quarantined": "bad",
     "keys.guessed": "bad",
 }
 STATE_TONES = {"delivered": "good", "pending": "info", "failed": "bad"}

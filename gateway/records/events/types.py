@@ -14,8 +14,14 @@ EventType = Literal[
     "key.expiring",
     "engine.down",
     "engine.up",
+    # An engine answered with another adapter than the request's.
+    "engine.mismatch",
     # An engine's probe refused a version of an adapter.
     "adapter.rejected",
+    # Engines died with a request, an adapter or several requests of a tenant, which are refused for a time.
+    "request.quarantined",
+    "adapter.quarantined",
+    "tenant.quarantined",
     # Clients try API keys.
     "keys.guessed",
 ]

@@ -9,9 +9,11 @@ import pytest
 from sqlalchemy import delete, event, insert
 
 from gateway.alerts.budgets import Budgets
+from gateway.alerts.fleet_events import FleetEvents
 from gateway.alerts.watch import DOWN_SECONDS, WRONG_KEYS, Watch
 from gateway.errors import Unavailable
 from gateway.fleet.health import Condition, Health
+from gateway.fleet.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.changes import Changes
 from gateway.records.database import Database
@@ -34,12 +36,14 @@ class Gateway:
     def __init__(self, database: Database, lease_seconds: float = 30.0) -> None:
         self.metrics = Metrics()
         self.engines: list[Any] = []
+        fleet = FleetEvents(Events(database), Tenants(database), self.metrics, Quarantine(600.0, b"of the tests"))
         self.watch = Watch(
             Events(database),
             Budgets(BudgetedTenants(database), Spending(database), Changes(database)),
             Leadership(database, "watch", lease_seconds),
             self.metrics,
             lambda: self.engines,
+            fleet,
         )
 
     def page(self) -> str:

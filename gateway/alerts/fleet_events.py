@@ -1,0 +1,72 @@
+"""Events of the fleet that only the process which saw them can record: mismatched receipts, and quarantines."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from gateway.fleet.deaths import Held
+from gateway.fleet.quarantine import Quarantine
+from gateway.metrics import Metrics
+from gateway.records.bases.base import suspect_digest
+from gateway.records.events.events import Events
+from gateway.records.events.types import EventType
+from gateway.records.tenants.tenants import Tenants
+from wire.digests import digest_name
+
+QUARANTINED: dict[str, EventType] = {
+    "request": "request.quarantined",
+    "adapter": "adapter.quarantined",
+    "tenant": "tenant.quarantined",
+}
+# Tenants whose names are read at a time.
+NAMES_AT_ONCE = 500
+
+
+class FleetEvents:
+    """Recorder of these events. Those that the database did not take are recorded at the next look."""
+
+    def __init__(self, events: Events, tenants: Tenants, metrics: Metrics, quarantine: Quarantine) -> None:
+        self._events = events
+        self._tenants = tenants
+        self._metrics = metrics
+        self._quarantine = quarantine
+        # Engines' URLs with the instances that answered with another adapter than the request's.
+        self._mismatched: set[tuple[str, str]] = set()
+        self._begun: list[Held] = []
+
+    async def look(self) -> None:
+        """Record the events since the last look. Raises Unavailable."""
+        self._mismatched |= self._metrics.take_mismatched()
+        for each in sorted(self._mismatched):
+            url, instance = each
+            data = {"engine": url, "instance": instance}
+            await self._events.record("engine.mismatch", data, once=_once("engine.mismatch", url, instance))
+            self._mismatched.discard(each)
+        self._begun += self._quarantine.take_begun()
+        while self._begun:
+            await self._record(self._begun[:NAMES_AT_ONCE])
+            del self._begun[:NAMES_AT_ONCE]
+
+    async def _record(self, begun: Sequence[Held]) -> None:
+        names = await self._tenants.names({held.suspect.tenant_id for held in begun})
+        for held in begun:
+            kind, tenant_id, mark = held.suspect
+            if tenant_id not in names:
+                # The tenant is deleted.
+                continue
+            began, ends = (_moment(self._quarantine.age, at) for at in (held.began, held.ends))
+            data: dict[str, Any] = {"deaths": len(held.deaths), "ends_at": ends}
+            if kind == "adapter":
+                data["adapter"] = digest_name(suspect_digest(mark))
+            # Processes measure the time of a death with an error of less than a second.
+            once = _once(QUARANTINED[kind], tenant_id, mark, f"{began:%Y-%m-%dT%H:%M}")
+            await self._events.record(QUARANTINED[kind], data, once=once, tenant_id=tenant_id, tenant=names[tenant_id])
+
+
+def _moment(age: Callable[[float], float], at: float) -> datetime:
+    return datetime.now(UTC) - timedelta(seconds=age(at))
+
+
+def _once(kind: str, *of: str) -> str:
+    return f"{kind}:{hashlib.sha256(' '.join(of).encode()).hexdigest()[:32]}"

@@ -1,0 +1,65 @@
+"""Log, metric and events of new quarantines: each is counted once, by the process that reports its last death."""
+
+import logging
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from gateway.fleet.deaths import TENANT, Deaths, Held
+from gateway.fleet.shared_deaths import Entry, Suspect
+
+log = logging.getLogger(__name__)
+
+# Most quarantines of a tenant and kind that are kept for events, of which an hour has as many.
+MAX_BEGUN = 20
+
+
+class QuarantineLog:
+    """New quarantines of this process. count: called with the kind of each."""
+
+    def __init__(self, deaths: Deaths, count: Callable[[str], None]) -> None:
+        self._deaths = deaths
+        self._count = count
+        # Suspects that this process reported last, with the entry's id (None until it is sent), and those whose
+        # quarantine it has logged.
+        self._unannounced: dict[Suspect, tuple[int, ...] | None] = {}
+        self._announced: set[Suspect] = set()
+        # Quarantines that it has logged, by tenant and kind, until they are taken.
+        self._begun: dict[tuple[str, str], list[Held]] = {}
+
+    def reports(self, suspects: Iterable[Suspect]) -> None:
+        """Note that this process reports suspects, so that it announces their quarantines."""
+        self._unannounced.update(dict.fromkeys(suspects))
+
+    def sent(self, suspects: Iterable[Suspect], entry_id: tuple[int, ...]) -> None:
+        """Note the entry with a report of this process."""
+        self._unannounced |= {key: entry_id for key in suspects if key in self._unannounced}
+
+    def read(self, entry: Entry) -> None:
+        """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
+        for key in entry.report.suspects:
+            own = self._unannounced.get(key)
+            if own is not None and own < entry.id:
+                del self._unannounced[key]
+
+    def announce(self) -> None:
+        """Count and log new quarantines, in the process that reports the last death only."""
+        self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
+        self._unannounced = {key: sent for key, sent in self._unannounced.items() if self._deaths.of(key)}
+        found = [key for key in self._unannounced if self._deaths.causes_of(key)]
+        for key in found:
+            del self._unannounced[key]
+        # A tenant's last death may be complete only after its last request's quarantine is announced.
+        tenants = dict.fromkeys(each.tenant_id for each in (*found, *self._announced))
+        for key in [*found, *(Suspect(TENANT, each, "") for each in tenants)]:
+            if key not in self._announced and (held := self._deaths.held(key)) is not None:
+                self._announced.add(key)
+                self._count(key.kind)
+                begun = self._begun.setdefault((key.tenant_id, key.kind), [])
+                begun += [held] if len(begun) < MAX_BEGUN else []
+                what = key.kind, len(held.deaths), key.tenant_id
+                log.error("quarantine: the %s was on %d engines when they died: tenant %s", *what)
+
+    def take_begun(self) -> list[Held]:
+        """Return the quarantines that this process has logged since the last call, MAX_BEGUN of a tenant and kind."""
+        begun, self._begun = self._begun, {}
+        return list(chain(*begun.values()))
