@@ -21,8 +21,9 @@ CALM_REQUESTS, DUE_AFTER = 100, 4
 # Time without a calm moment after which a due collection runs anyway: long streams count as running requests, and so do
 # requests that wait for their turn.
 BUSY_SECONDS = 60.0
-# Pause after each collection, in durations of the collection. So collections take at most 2 % of the event loop.
-PAUSE_DURATIONS = 50
+# Pause after each collection, in durations of the collection. A full one takes 8 ms, so a pause of 8 s lets it delay
+# one of 250 requests that take 25 ms. With 50 durations it delayed one of 12 during attacks.
+PAUSE_DURATIONS = 1000
 # Age of the process at which all present objects (caches, late imports) are excluded from collections for the first
 # time. Each further time is at twice the age of the last one, because excluded objects are never collected.
 WARM_SECONDS = 20.0

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -20,6 +19,7 @@ from aiohttp import web
 from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
 from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
+from gateway.process.lock_turns import leave_lock_to_loop
 from gateway.sharing.budget import Budget
 
 T = TypeVar("T")
@@ -145,7 +145,11 @@ class BodyShare:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work on a thread, in the owner's turn. Raises TooMuchRefused."""
-        job = partial(self.run_here, work)
+
+        def job() -> T:
+            leave_lock_to_loop()
+            return self.run_here(work)
+
         return await asyncio.wrap_future(self._memory.threads.submit(self.owner, job, bounded=False))
 
     def run_here(self, work: Callable[[], T]) -> T:

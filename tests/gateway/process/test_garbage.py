@@ -73,6 +73,7 @@ async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pyt
 async def test_collections_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(garbage, "DUE_AFTER", 0)
+    monkeypatch.setattr(garbage, "PAUSE_DURATIONS", 50)
     garbage.reduce_pauses()
     kept, events = [Cycle() for _ in range(20_000)], list[tuple[str, float]]()
 
