@@ -14,6 +14,9 @@ from collections import OrderedDict
 REQUESTS_PER_ROUND = 8
 # Maximum time until the end of an owner's rests, however many requests were charged at one moment.
 MAX_REST_SECONDS = 0.5
+# Resolution of libuv's clock and timers. A timer for less would fire in each turn of the event loop until the clock
+# advances.
+CLOCK_SECONDS = 0.001
 
 
 class Rounds:
@@ -62,7 +65,7 @@ class Rounds:
 
     def _end_rest(self, owner: str) -> None:
         loop = asyncio.get_running_loop()
-        if (left := self._rests[owner] - loop.time()) > 0:
+        if (left := self._rests[owner] - loop.time()) >= CLOCK_SECONDS:
             loop.call_later(left, self._end_rest, owner)
             return
         del self._rests[owner]

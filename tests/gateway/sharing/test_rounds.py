@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.api import health
 from gateway.api.inference.admission import Admission
@@ -181,3 +182,26 @@ async def test_probes_of_an_address_begin_one_in_each_round(serve: Any, monkeypa
         turns.begin()
         await asyncio.gather(*(gateway.nobody.get("/healthz") for _ in range(100)))
         assert turns.end() == [100, 1]
+
+
+def test_a_rest_has_few_timers_with_a_clock_of_milliseconds(monkeypatch: pytest.MonkeyPatch):
+    """A timer for the last fraction of a millisecond would fire in each turn of the event loop."""
+    ends, end_rest = list[float](), Rounds._end_rest
+
+    def counted(rounds: Rounds, owner: str) -> None:
+        ends.append(asyncio.get_running_loop().time())
+        end_rest(rounds, owner)
+
+    monkeypatch.setattr(Rounds, "_end_rest", counted)
+
+    async def test() -> None:
+        rounds = Rounds()
+        for _ in range(20):
+            rounds.rest("noisy", 0.005)
+            async with asyncio.timeout(10):
+                await rounds.begin("noisy")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test())
+    # One that sets the timer, and one or two when it fires.
+    assert len(ends) <= 20 * 3
