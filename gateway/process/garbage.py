@@ -22,7 +22,7 @@ CALM_REQUESTS, DUE_AFTER = 100, 4
 # requests that wait for their turn.
 BUSY_SECONDS = 60.0
 # Pause after each collection, in durations of the collection. A full one takes 8 ms, so a pause of 8 s lets it delay
-# one of 250 requests that take 25 ms. With 50 durations it delayed one of 12 during attacks.
+# one of 250 requests that take 25 ms. With a pause of 50 durations it could delay one of 12.
 PAUSE_DURATIONS = 1000
 # Age of the process at which all present objects (caches, late imports) are excluded from collections for the first
 # time. Each further time is at twice the age of the last one, because excluded objects are never collected.

@@ -203,5 +203,5 @@ def test_a_rest_has_few_timers_with_a_clock_of_milliseconds(monkeypatch: pytest.
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test())
-    # One that sets the timer, and one or two when it fires.
+    # The rest sets a timer, which fires once or twice.
     assert len(ends) <= 20 * 3
