@@ -3,8 +3,9 @@
     VENV/bin/pip install --no-deps -e .
     LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/fleet/kinds/test_vllm_plugin_real.py
 
-The first server is a single process, the other splits each tensor over two. On the CPU, vLLM serves no smaller heads
-than the tiny model's, and two processes must be bound to CPUs by hand.
+The first server runs the model in one process. The other has two processes, which split each tensor or have a copy each
+(data parallel). On the CPU, vLLM serves no smaller heads than the tiny model's, and two processes must be bound to CPUs
+by hand.
 """
 
 import asyncio
@@ -56,8 +57,13 @@ class Bench:
         return {row["url"]: row for row in (await gateway.admin.get("/admin/api/engines")).json["data"]}
 
 
-@pytest.fixture
-async def bench(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
+TENSORS = ("--tensor-parallel-size", "2")
+# vLLM refuses its variable for adapters at run time with as many HTTP servers as copies, its default.
+COPIES = ("--data-parallel-size", "2", "--api-server-count", "1")
+
+
+@pytest.fixture(params=[TENSORS, COPIES], ids=["tensors", "copies"])
+async def bench(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
     model, store = tmp_path / "tiny", tmp_path / "adapters"
     save_model(model, 512, head_dim=64)
     store.mkdir()
@@ -66,7 +72,7 @@ async def bench(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
     plugin = {"LORAPLEX_ADAPTER_STORE": str(store), "LORAPLEX_BASE_DIGEST": base_digest(model)}
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(vllm(model, tmp_path / "one.log", *flags, **plugin))
-        split = (*flags, "--tensor-parallel-size", "2")
+        split = (*flags, *request.param)
         bound = plugin | {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
         two = await stack.enter_async_context(vllm(model, tmp_path / "two.log", *split, **bound))
         engines = [f"vllm+{each.url}?adapters=2&requests=8&key_file={tmp_path / 'key'}" for each in (one, two)]
@@ -140,7 +146,7 @@ async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed
     await upload(bench, globex, "blue", 2)
     await ask_our_engine(bench)
     assert len({tuple(tokens) for tokens in bench.expected.values()}) == 3
-    # Each server finds both adapters itself, and the split one computes the same.
+    # Each server finds both adapters itself, and the one of two processes computes the same.
     for server in bench.servers:
         for name, tokens in bench.expected.items():
             assert await bench.direct(server, bench.digests.get(name) or name) == tokens

@@ -7,18 +7,20 @@ two.
 """
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.up.demo_tenants import adapters_folder
-from testing.gateway.running import BASE_MODEL, Answer, Client, running, settings, until
+from testing.gateway.running import BASE_MODEL, Answer, Client, Gateway, running, settings, until
 from testing.gateway.vllm_double import API_KEY
 from testing.ports import free_port
 from testing.stack import CACHE
@@ -90,6 +92,25 @@ def text(got: Answer) -> str:
     return got.json["choices"][0]["message"]["content"]
 
 
+async def upload(client: Client, name: str) -> None:
+    """Upload an adapter of the demo."""
+    parts = {part.name: part.read_bytes() for part in (adapters_folder() / name).iterdir() if part.suffix != ".md"}
+    assert (await push(client, name, parts)).status == 201
+
+
+async def check_counts_by_the_server(gateway: Gateway, model: Path) -> None:
+    """Check that the server's `/tokenize` counts prompts as its answers do, where the gateway has no tokenizer."""
+    config = json.loads((model / "config.json").read_text())
+    added = {"name": BASE_MODEL, "config": config, "context_length": 1024}
+    assert (await gateway.admin.post("/admin/api/bases", added)).status == 201
+    await gateway.engines_up(1, START_SECONDS)
+    client = await gateway.tenant("initech")
+    await upload(client, "pirate")
+    count = (await ask(client, "pirate")).json["usage"]["prompt_tokens"]
+    refused = await client.chat(model="pirate", messages=QUESTION, max_tokens=1024)
+    assert f"({count} in the messages" in refused.error["message"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(VLLM is None, reason="LORAPLEX_VLLM names no vLLM")
@@ -104,9 +125,7 @@ async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: s
             acme = await gateway.tenant("acme", tokens_per_minute=1_000_000)
             names = ["pirate", "json", "brief"]
             for name in names:
-                folder = adapters_folder() / name
-                parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.suffix != ".md"}
-                assert (await push(acme, name, parts)).status == 201
+                await upload(acme, name)
             # On a CPU, the base model would get an adapter's weights.
             refused = await acme.chat(model=BASE_MODEL, messages=QUESTION)
             assert (refused.status, "adapters only" in refused.error["message"]) == (503, True)
@@ -136,3 +155,7 @@ async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: s
                 return counted == expected + answers[1].json["usage"]["completion_tokens"]
 
             await until(billed)
+        (tmp_path / "other").mkdir()
+        without = settings(tmp_path / "other", model, list(of.engines), redis_url)
+        async with running(replace(without, model_dir=None, base_model=None)) as gateway:
+            await check_counts_by_the_server(gateway, model)
