@@ -30,9 +30,9 @@ from gateway.fleet.shared_service import interval
 # Reports of a busy engine per second to a gateway, and the gateways up to which it sends as many
 # (`engine/http/state_feed.py`).
 REPORTS, USUAL_FOLLOWERS = 20, 16
-# CPU seconds of a request's HTTP and everything else in a process (docs/perf/2026-11-21-gateway.md), and rows per
-# second of the ledger on PostgreSQL with two cores (docs/perf/2026-11-23-dashboard-data.md).
-HTTP_SECONDS, LEDGER_ROWS = 0.91e-3, 4095
+# CPU seconds of a request's HTTP and everything else in a process (docs/perf/2026-11-30-scale.md), and rows a second of
+# the ledger on PostgreSQL with two cores (docs/perf/2026-11-27-usage-partitions.md).
+HTTP_SECONDS, LEDGER_ROWS = 1.44e-3, 1964
 # Readings per second of the changes of keys and names.
 READINGS = 10
 FULL_QUEUE = "full queue of 512 requests"

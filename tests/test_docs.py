@@ -233,6 +233,11 @@ def test_links_and_commands_in_the_documents_are_real(path):
         assert {w.split("=")[0] for w in words if w.startswith("--")} <= options(COMMANDS[name]) | {"--help"}, line
 
 
+def test_every_page_of_measurements_has_a_table_of_figures():
+    pages = {path.name: path.read_text() for path in (ROOT / "docs/perf").glob("2*.md")}
+    assert [name for name, text in pages.items() if not re.search(r"^\|.*\d.*\|$", text, re.MULTILINE)] == []
+
+
 def test_the_contents_of_the_reference_list_its_sections_in_order():
     contents = re.findall(r"\]\(#([^)]+)\)", REFERENCE.split("\n## ")[0])
     assert len(anchors(REFERENCE, "2")) > 5
