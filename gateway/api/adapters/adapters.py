@@ -20,10 +20,10 @@ from gateway.api.adapters.caller import AdapterCaller, tenants_caller
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
 from gateway.api.scopes import PRINCIPAL
+from gateway.api.uploads.blocking_calls import BlockingCalls
 from gateway.api.uploads.checking import Candidates, Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
-from gateway.api.uploads.store_threads import StoreThreads
 from gateway.api.uploads.validating import Validation
 from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
@@ -91,7 +91,7 @@ class AdapterIntake:
         self._idempotency = idempotency
         self._checker = Checker(rules.max_bytes, served)
         self.copies = Copies()
-        self.store_threads = StoreThreads()
+        self.store_threads = BlockingCalls("upload-store")
 
     async def push(
         self,

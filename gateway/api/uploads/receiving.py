@@ -8,7 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
@@ -19,8 +18,8 @@ from adapters.check import ARCHIVE
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import printable
 from adapters.spool import Spool
-from gateway.api.requests.memory import OPERATOR
 from gateway.api.requests.pieces import Pieces
+from gateway.api.uploads.blocking_calls import BlockingCalls
 from gateway.api.uploads.form import Form, FormError, FormPart
 from gateway.errors import BadRequest, TooLarge, TooSlow
 from gateway.process.reads import LARGE_READ_BYTES, large_reads
@@ -43,11 +42,7 @@ UPLOAD_BYTES_PER_SECOND = 64 * 2**20
 # Shorter waits are added to the next one.
 MIN_WAIT_SECONDS = 0.02
 T = TypeVar("T")
-# Threads for the disk writes of tenants' uploads and of the operator's, so that they delay no other work and the
-# operator's do not wait for tenants'.
-DISK_THREADS, OPERATORS_DISK_THREADS = 4, 2
-_DISK = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="upload-disk")
-_OPERATORS_DISK = ThreadPoolExecutor(OPERATORS_DISK_THREADS, thread_name_prefix="operators-upload-disk")
+_DISK = BlockingCalls("upload-disk")
 _RATE = ByteRate(UPLOAD_BYTES_PER_SECOND)
 
 
@@ -82,7 +77,7 @@ class Workplace:
         """owner: a tenant's id, or OPERATOR."""
         self.folder = spool.folder
         self._spool = spool
-        self._disk = _OPERATORS_DISK if owner == OPERATOR else _DISK
+        self._owner = owner
         self._work: set[asyncio.Future[Any]] = set()
         self._files: list[BinaryIO] = []
 
@@ -94,7 +89,7 @@ class Workplace:
 
     async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
         """Run a blocking call in a thread, to its end even if the caller is cancelled."""
-        return await self._shielded(asyncio.get_running_loop().run_in_executor(self._disk, do, *arguments))
+        return await self.finish(_DISK.run(self._owner, do, *arguments))
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work to its end even if the caller is cancelled."""
@@ -115,7 +110,7 @@ class Workplace:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(self._disk, self._remove)
+        await _DISK.run(self._owner, self._remove)
 
     def _remove(self) -> None:
         for file in self._files:

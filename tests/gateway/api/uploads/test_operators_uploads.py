@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from gateway.api.uploads import receiving
+from gateway.api.uploads.blocking_calls import THREADS
 from gateway.api.uploads.checking import TENANTS_CHECKS, CheckServer
 from testing.gateway.running import Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
@@ -43,8 +44,8 @@ async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkey
 async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway):
     """All threads that write tenants' files are blocked, as by a slow disk."""
     acme, admin, free = await gateway.tenant("acme"), gateway.admin, threading.Event()
-    loop, parts = asyncio.get_running_loop(), f"{OF_ACME}/adapter-uploads"
-    blocked = [loop.run_in_executor(receiving._DISK, free.wait, 120) for _ in range(receiving.DISK_THREADS)]
+    parts, owners = f"{OF_ACME}/adapter-uploads", ["a", "b"] * (THREADS // 2)
+    blocked = [asyncio.create_task(receiving._DISK.run(owner, free.wait, 120)) for owner in owners]
     waiting = asyncio.create_task(push(acme, "theirs", files()))
     try:
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""Threads for the writes and removals of uploads in the adapter store.
+"""Threads for the blocking calls of uploads: their writes to the disk, and those to the adapter store.
 
 A write to a bucket may take minutes. In the default pool a few of them would hold up the pages, health checks and
 everything else that needs a thread.
@@ -15,13 +15,14 @@ from gateway.sharing.turns import Turns
 # Concurrent calls of tenants and of the operator; a tenant has two of them.
 THREADS, OPERATORS_THREADS, EACH = 4, 2, 2
 T = TypeVar("T")
-_THREADS = ThreadPoolExecutor(THREADS + OPERATORS_THREADS, thread_name_prefix="upload-store")
 
 
-class StoreThreads:
-    """Runner of the store's blocking calls. Tenants take turns, and the operator waits for none of them."""
+class BlockingCalls:
+    """Runner of blocking calls of one kind. Tenants take turns, and the operator waits for none of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """name: that of the threads."""
+        self._threads = ThreadPoolExecutor(THREADS + OPERATORS_THREADS, thread_name_prefix=name)
         self._turns, self._operators = Turns(THREADS, EACH), Turns(OPERATORS_THREADS, OPERATORS_THREADS)
 
     async def run(self, owner: str, do: Callable[..., T], *arguments: object) -> T:
@@ -29,4 +30,4 @@ class StoreThreads:
         thread still runs."""
         turns = self._operators if owner == OPERATOR else self._turns
         async with turns.turn(owner):
-            return await asyncio.get_running_loop().run_in_executor(_THREADS, do, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, do, *arguments)

@@ -1,9 +1,10 @@
-"""The adapter store's slow calls for uploads: they hold up no other work, and no other tenant's uploads for long."""
+"""Slow calls of uploads to store and disk hold up no other work, nor another tenant's uploads for long."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from adapters.parts import DirectoryParts
 from adapters.store import DirectoryStore
 from gateway.api.requests.memory import OPERATOR
-from gateway.api.uploads.store_threads import THREADS, StoreThreads
+from gateway.api.uploads.blocking_calls import THREADS, BlockingCalls
+from gateway.api.uploads.receiving import Workplace
 from testing.gateway.running import Client, until
 from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.api.uploads.conftest import Start
@@ -63,8 +65,20 @@ async def test_slow_calls_take_no_thread_of_other_work(
         assert await uploading in (200, 201)
 
 
+async def test_a_tenants_slow_writes_leave_threads_for_others(goes_on: threading.Event, tmp_path: Path):
+    """The disk is slow for one tenant's uploads."""
+    store = DirectoryStore(tmp_path)
+    slow, other = Workplace(store.spool(), "slow"), Workplace(store.spool(), "other")
+    waiting = [asyncio.create_task(slow.in_thread(goes_on.wait, 60)) for _ in range(2 * THREADS)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(other.in_thread(int, "7"), 30) == 7
+    assert not any(each.done() for each in waiting)
+    goes_on.set()
+    assert await asyncio.gather(*waiting) == [True] * len(waiting)
+
+
 async def test_a_tenants_slow_calls_leave_threads_for_others(goes_on: threading.Event):
-    threads = StoreThreads()
+    threads = BlockingCalls("test")
     slow = [asyncio.create_task(threads.run("slow", goes_on.wait, 60)) for _ in range(2 * THREADS)]
     await asyncio.sleep(0)
     assert await asyncio.wait_for(threads.run("other", int, "7"), 30) == 7
