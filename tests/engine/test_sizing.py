@@ -45,6 +45,8 @@ from testing.tiny import save_model
 
 # A single stream: the tests of the memory need no times of large steps.
 LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32, streams=1)
+# The first test that needs the demo model may fetch and convert it; the end-to-end tests have as long.
+FETCH_SECONDS = 420
 # The shape of Llama-3.1-8B.
 EIGHT_BILLION = {
     "architectures": ["LlamaForCausalLM"],
@@ -86,6 +88,7 @@ def build(config: EngineConfig, request: pytest.FixtureRequest) -> Engine:
     return engine
 
 
+@pytest.mark.timeout(FETCH_SECONDS)
 @pytest.mark.parametrize(
     ("model", "quantization"),
     [("tiny", "auto"), ("tiny", "int8"), ("tiny", "int4"), ("smollm", "auto"), ("smollm", "int8")],
@@ -126,6 +129,7 @@ def estimated_and_built_tokens(model: str) -> tuple[int, int]:
     return found.kv_tokens, built
 
 
+@pytest.mark.timeout(FETCH_SECONDS)
 def test_an_engine_that_measures_its_memory_finds_the_estimate_within_a_tenth(smollm: Path) -> None:
     # Both count the memory of their process, which is new here: one that has freed memory grows by less.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:

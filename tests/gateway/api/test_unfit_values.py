@@ -98,7 +98,13 @@ def check(answer: Answer, what: Any) -> None:
     assert b"Traceback" not in answer.body, what
 
 
-BODIED = [route for route in ROUTES if fields_of(route) and route.scope not in ("page", None)]
+# An operator's chats go to the handler of a tenant's own once the tenant is known.
+SAME_HANDLER = {"/admin/api/tenants/{tenant}/chat/completions", "/admin/api/tenants/{tenant}/completions"}
+BODIED = [
+    route
+    for route in ROUTES
+    if fields_of(route) and route.scope not in ("page", None) and route.canonical not in SAME_HANDLER
+]
 
 
 @pytest.mark.parametrize("route", BODIED, ids=lambda route: f"{route.method} {route.canonical}")
@@ -181,9 +187,16 @@ async def test_no_text_in_a_form_is_an_internal_error(path: str, browsers: dict[
     names = set(re.findall(r'<(?:input|textarea|select)[^>]*\sname="(\w+)"', page)) - {"csrf", "shown", "once"}
     assert len(names) > 1
     head, headers = f"csrf={await browser.csrf()}", {"Content-Type": "application/x-www-form-urlencoded"}
+
+    async def send(fields: set[str], text: str) -> set[str]:
+        """Send the form with the text in these fields. Return the fields at which the answer shows an error."""
+        values = {name: NEEDED[name] for name in names & NEEDED.keys()} | dict.fromkeys(fields, text)
+        content = "&".join([head, *(f"{name}={value}" for name, value in values.items())])
+        answer = await browser.call("POST", path, data=content, headers=headers)
+        check(answer, (path, content))
+        return set(re.findall(r'<small class="error" id="e-(\w+)"', answer.body.decode()))
+
     for text in TYPED:
-        # A form reports the errors of several fields at once.
-        for fields in (names, *({name} for name in names)):
-            values = {name: NEEDED[name] for name in names & NEEDED.keys()} | dict.fromkeys(fields, text)
-            content = "&".join([head, *(f"{name}={value}" for name, value in values.items())])
-            check(await browser.call("POST", path, data=content, headers=headers), (path, content))
+        # A form reports the errors of several fields at once. Only a text that its field takes goes further alone.
+        for name in names - await send(names, text):
+            await send({name}, text)
