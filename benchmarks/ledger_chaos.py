@@ -40,6 +40,8 @@ from testing.ports import free_port
 
 NUM_GATEWAYS = 2
 NUM_TENANTS = 4
+# Longer than two gateways need to start beside other work on a busy machine.
+READY_SECONDS = 120.0
 LEASE_SECONDS = 2.0
 # Probability that everything recovers between two kills; otherwise the next kill hits a stack in recovery.
 WELL_BETWEEN = 0.7
@@ -156,7 +158,7 @@ class Stack:
             await database.close()
         for part in (self.valkey, self.engine, *self.gateway_parts):
             await part.start()
-        await self.until_ready(session, 60)
+        await self.until_ready(session, READY_SECONDS)
 
     async def until_ready(self, session: aiohttp.ClientSession, seconds: float) -> None:
         for url in self.gateways:
@@ -292,7 +294,7 @@ class Killer:
                 await asyncio.sleep(self.random.uniform(0.0, 0.5) * self.pause)
                 await part.start()
                 if self.random.random() < WELL_BETWEEN:
-                    await self.made.until_ready(self.session, 60)
+                    await self.made.until_ready(self.session, READY_SECONDS)
 
 
 def excerpt(log: str, ids: list[str]) -> str:
