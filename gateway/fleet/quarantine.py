@@ -50,9 +50,9 @@ class Quarantined(GatewayError):
 
     status, kind, code = 422, "invalid_request_error", "request_quarantined"
 
-    def __init__(self, what: str, seconds: float) -> None:
+    def __init__(self, cause: str, refused: str, seconds: float) -> None:
         super().__init__(
-            f"Engines died while they worked on {what} refused for {math.ceil(seconds)} s.",
+            f"Engines died while they worked on {cause}; {refused} refused for {math.ceil(seconds)} s.",
             headers={"Retry-After": str(math.ceil(seconds))},
         )
 
@@ -63,7 +63,7 @@ class TenantQuarantined(Quarantined):
     code = "tenant_quarantined"
 
     def __init__(self, seconds: float) -> None:
-        super().__init__("several of your requests; all are", seconds)
+        super().__init__("several of your requests", "all are", seconds)
 
 
 class Quarantine:
@@ -145,7 +145,9 @@ class Quarantine:
     def _check(self, key: Suspect) -> None:
         if (held := self._deaths.held(key)) is not None:
             seconds = held.ends - self._clock()
-            raise TenantQuarantined(seconds) if key.kind == TENANT else Quarantined(f"this {key.kind}; it is", seconds)
+            if key.kind == TENANT:
+                raise TenantQuarantined(seconds)
+            raise Quarantined(f"this {key.kind}", "it is", seconds)
 
     def all(self, tenant_id: str | None = None) -> list[Held]:
         """Return what is in quarantine as far as this process knows, or what is of a tenant."""
