@@ -18,7 +18,6 @@ from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.shared_deaths import Suspect
 from gateway.redis.client import connect
-from gateway.serve import listening
 from testing.gateway.commands import runner
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
@@ -189,7 +188,7 @@ async def test_an_operator_lists_and_ends_a_quarantine(tmp_path: Path, model_dir
         urls = sorted(each.url for each in engines)
         of = settings(tmp_path, model_dir, urls, redis_url, redis_timeout=30.0)
         gateway = await stack.enter_async_context(running(of))
-        other = Gateway(await stack.enter_async_context(listening(of)), gateway.session)
+        other = await stack.enter_async_context(running(of))
         run, acme = runner(gateway), await gateway.tenant("acme")
         await gateway.tenant("globex")
         for each in engines:
