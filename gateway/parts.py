@@ -234,6 +234,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         report_left=registry.report_left,
     )
     registry.on_end = quarantine.ended
+    quarantine.engines, quarantine.take_over = lambda: registry.engines, registry.take_over
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)

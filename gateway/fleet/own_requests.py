@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.shared_deaths import Left, Suspect
 
 # Minimum time between the end of a request that was left and a reading of the engine's state, for the reading to show
 # that the engine survived the request: earlier readings may have begun before its end.
@@ -161,6 +161,16 @@ class OwnRequests:
     def _leave(self, tenant_id: str, names: Names) -> None:
         left = LeftRequest(time.monotonic(), names)
         self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
+
+    def take_over(self, left: Left, age: float, *, is_reported: bool) -> None:
+        """Count requests that another process left here `age` seconds ago as left ones of this process.
+
+        is_reported: whether a death was reported with them.
+        """
+        for tenant_id in left.tenants:
+            own = named([each for each in left.suspects if each.tenant_id == tenant_id])
+            request = LeftRequest(time.monotonic() - age, own, is_reported)
+            self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(request)
 
     def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""

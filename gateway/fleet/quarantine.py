@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.deaths import (
@@ -34,7 +35,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names, named
 from gateway.fleet.quarantine_log import QuarantineLog
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Left, Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,13 @@ log = logging.getLogger(__name__)
 AWAY_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 REPORT_SECONDS = 0.5
+
+
+class TakeOver(Protocol):
+    """Receiver of requests that an ending process left on an engine."""
+
+    def __call__(self, left: Left, age: float, *, is_reported: bool) -> None:
+        """Count them as left ones of this process."""
 
 
 class Quarantined(GatewayError):
@@ -73,7 +81,8 @@ class Quarantine:
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
     report_left: returns the tenants with requests of this process on an engine's instance (its URL and instance),
     running or left, and the names of the left ones, once each. is_alone: returns whether an engine works only on a
-    request that runs apart, whatever other processes report.
+    request that runs apart, whatever other processes report. engines: returns all engines. take_over: called with the
+    requests that an ending process left on an engine, their age, and whether a death was reported with them.
     """
 
     def __init__(
@@ -87,6 +96,8 @@ class Quarantine:
     ) -> None:
         self._report_left = report_left
         self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
+        self.engines: Callable[[], Sequence[EngineRecord]] = tuple
+        self.take_over: TakeOver = lambda left, age, *, is_reported: None
         self._names = RequestNames(secret)
         self._shared = shared
         self._clock = clock
@@ -296,7 +307,19 @@ class Quarantine:
                     log.exception("reports of engines' deaths could not be read; retrying")
                 await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
         finally:
-            await self._shared.leave(self._deaths.seconds)
+            await self._shared.leave(self._deaths.seconds, await self._all_left())
+
+    async def _all_left(self) -> list[Left]:
+        """Return the requests of this process that engines may still have, with the names that are soon computed."""
+        found = [(engine, *engine.requests.report_left()) for engine in self.engines()]
+        if waiting := [asyncio.wrap_future(each) for _, _, names in found for each in names if not each.done()]:
+            await asyncio.wait(waiting, timeout=REPORT_SECONDS)
+        left = list[Left]()
+        for engine, tenants, names in found:
+            suspects = dict.fromkeys(suspect for each in names if each.done() for suspect in computed(each))
+            if tenants:
+                left.append(Left(engine.url, engine.state.instance, [*tenants], [*suspects]))
+        return left
 
     async def read(self) -> None:
         """Apply the new reports of other processes."""
@@ -304,6 +327,8 @@ class Quarantine:
         for entry in await self._shared.read():
             report, age = entry.report, entry.age + entry.report.age
             if report.engine == NO_ENGINE:
+                for left in report.left:
+                    self._take_over(left, age, entry.process)
                 self._deaths.end(entry.process)
             elif report.engine == ENDED_BY_OPERATOR:
                 for tenant_id in report.tenants:
@@ -316,6 +341,13 @@ class Quarantine:
                     self._answer(death)
         self._was_read.set()
         self._log.announce()
+
+    def _take_over(self, left: Left, age: float, process: str) -> None:
+        """Add the requests that a process left to a death that is known, else to this process's until one follows."""
+        known = self._deaths.of_instance(left.engine, left.instance)
+        if known:
+            self._deaths.apply(Report(left.engine, left.tenants, left.suspects, left.instance), known[-1].at, process)
+        self.take_over(left, age, is_reported=bool(known))
 
     def _answer(self, death: Death) -> None:
         """Report this process's requests on an engine for another's report, or that it has none if that is awaited.

@@ -11,8 +11,9 @@ from gateway.errors import NoEngine
 from gateway.fleet.base_engines import EXACT, MAX_AGE, BaseEngines, capacity_of
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
-from gateway.fleet.own_requests import Names
+from gateway.fleet.own_requests import LEFT_SECONDS, Names
 from gateway.fleet.queue import Capacity
+from gateway.fleet.shared_deaths import Left
 from gateway.fleet.sleeping import BaseAsleep
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,17 @@ class Registry:
         if engine is None or (None not in (instance, engine.state.instance) and instance != engine.state.instance):
             return set(), []
         return engine.requests.report_left()
+
+    def take_over(self, left: Left, age: float, *, is_reported: bool) -> None:
+        """Count requests that another process left on an engine as this process's, if the engine may still have them.
+
+        See `OwnRequests.take_over`.
+        """
+        engine = self._engines.get(left.engine)
+        if engine is None or left.instance != engine.state.instance:
+            return
+        if engine.observed_at < time.monotonic() - age + LEFT_SECONDS:
+            engine.requests.take_over(left, age, is_reported=is_reported)
 
     @property
     def up(self) -> list[EngineRecord]:

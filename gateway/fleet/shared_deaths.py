@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -79,10 +79,20 @@ class Suspect(NamedTuple):
     mark: str
 
 
+class Left(msgspec.Struct):
+    """Requests that an ending process has left on an engine's instance, whose death may follow: tenants and names."""
+
+    engine: str
+    instance: str | None
+    tenants: list[str]
+    suspects: list[Suspect]
+
+
 class Report(msgspec.Struct):
     """An engine's death as a process saw it: the tenants of its requests there, and the requests that broke.
 
-    instance: the engine's, None if unknown. processes: those that were alive. age: seconds since the death.
+    instance: the engine's, None if unknown. processes: those that were alive. age: seconds since the death. left: in
+    the last report of a process.
     """
 
     engine: str
@@ -91,6 +101,7 @@ class Report(msgspec.Struct):
     instance: str | None = None
     processes: list[str] = []
     age: float = 0.0
+    left: list[Left] = []
 
 
 class Entry(NamedTuple):
@@ -154,9 +165,9 @@ class SharedDeaths:
             if process != self.process.encode() and (report := _decode(encoded)) is not None
         ]
 
-    async def leave(self, seconds: float) -> None:
-        """Tell the others that this process has ended, so that no death waits for its report."""
-        if await self.add(Report(NO_ENGINE, [], []), seconds) is not None:
+    async def leave(self, seconds: float, left: Sequence[Left] = ()) -> None:
+        """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
+        if await self.add(Report(NO_ENGINE, [], [], left=[*left]), seconds) is not None:
             await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
 
     async def wait(self) -> bool:

@@ -1,0 +1,156 @@
+"""Requests that a gateway process cuts off when it stops: an engine may die of them a moment later."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gateway.fleet import own_requests
+from gateway.fleet.addresses import parse_address
+from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.own_requests import NamedBody
+from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.registry import Registry
+from gateway.fleet.shared_deaths import Left, SharedDeaths, Suspect
+from gateway.redis.client import connect
+from testing.gateway.running import running, settings, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined, leave
+from tests.gateway.fleet.test_shared_quarantine import Processes
+
+URLS = ("http://one:1", "http://two:1")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a busy machine from dropping a report by its time-out."""
+    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+
+
+async def registry_of(*engines: EngineRecord) -> Registry:
+    async def discover() -> list[Address]:
+        return [each.address for each in engines]
+
+    async def check(_: EngineRecord) -> None: ...
+
+    registry = Registry(discover, cast(Any, check))
+    await registry.poll()
+    registry._engines = {each.url: each for each in engines}
+    return registry
+
+
+def names(quarantine: Quarantine, tenant: str) -> list[set[str]]:
+    """Return the tenants at each death of the tenant's request."""
+    key, *_ = quarantine.suspects(tenant, (), NamedBody(BODY)).result()
+    return [death.tenants for death in quarantine.deaths(key)]
+
+
+@pytest.mark.parametrize("dies_before", [False, True])
+async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_before: bool, any_redis: Any):
+    """Another tenant's request was there alone, as far as the others knew, and was quarantined after two deaths."""
+    processes = Processes(any_redis)
+    records = {url: engine(url, a=1) for url in URLS}
+    for url, record in records.items():
+        record.observe_state(EngineState(instance=f"of {url}"), 0)
+        record.observed_at = 0.0
+    registry = await registry_of(*records.values())
+    async with processes.one(on=records) as two:
+        two.take_over = registry.take_over
+        for url, record in records.items():
+            async with processes.one() as one:
+                await one.read()
+                await two.read()
+                own = engine(url)
+                own.observe_state(EngineState(instance=f"of {url}"), 0)
+                one.engines = lambda own=own: (own,)
+                leave(one, own, "b")
+                if dies_before:
+                    # The ending process cannot answer any more.
+                    one._report_left = lambda *_: (set(), [])
+                    processes.clock.now += 10.0
+                    two.died(record, "a", (), NamedBody(BODY))
+            if not dies_before:
+                await until(partial(has_left, record))
+                processes.clock.now += 10.0
+                two.died(record, "a", (), NamedBody(BODY))
+            await two.reported()
+
+            async def is_known() -> bool:
+                return all("b" in death.tenants for death in two._deaths.recent()) and bool(names(two, "b"))
+
+            await until(is_known)
+        assert names(two, "a") == [{"a", "b"}, {"a", "b"}]
+        assert names(two, "b") == [{"a", "b"}, {"a", "b"}], "it counts at each engine's death once"
+        assert not is_quarantined(two)
+        for record in records.values():
+            processes.clock.now += 10.0
+            record.on_end = two.ended
+            record.observe_state(EngineState(instance="next"), 0)
+        assert len(names(two, "b")) == 2
+
+
+async def has_left(record: EngineRecord) -> bool:
+    return record.requests.has_left("b")
+
+
+@pytest.mark.parametrize(
+    ("url", "instance", "age", "expected"),
+    [
+        (URLS[0], "i", 0.0, {"b"}),
+        (URLS[1], "i", 0.0, set()),
+        (URLS[0], "another", 0.0, set()),
+        # The engine has reported its state since, so it survived the request.
+        (URLS[0], "i", 60.0, set()),
+    ],
+)
+async def test_only_requests_that_the_engine_may_still_have_are_taken_over(
+    url: str, instance: str, age: float, expected: set[str]
+):
+    record = EngineRecord(parse_address(URLS[0]))
+    record.observe_state(EngineState(instance="i"), 0)
+    registry = await registry_of(record)
+    registry.take_over(Left(url, instance, ["b"], [Suspect("request", "b", "m")]), age, is_reported=False)
+    tenants, found = record.requests.report_left()
+    assert tenants == expected
+    assert [each.result() for each in found] == [[Suspect("request", "b", "m")]] * len(expected)
+
+
+async def test_a_request_that_was_taken_over_is_forgotten_once_the_engine_has_survived_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    record = engine()
+    record.requests.take_over(Left(URLS[0], None, ["b"], []), 0.0, is_reported=False)
+    record.observe_state(EngineState(), 0)
+    assert record.requests.tenants == {"b"}
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    record.observe_state(EngineState(), 0)
+    assert record.requests.tenants == set()
+
+
+@asynccontextmanager
+async def closing_redis(url: str) -> AsyncIterator[Any]:
+    redis = connect(url, timeout=30.0)
+    yield redis
+    await redis.aclose()
+
+
+async def test_a_gateway_that_stops_reports_what_it_cut_off(tmp_path: Path, model_dir: Path, redis_url: str):
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(Upstream().serving())
+        of = settings(tmp_path, model_dir, [upstream.url], redis_url, redis_timeout=30.0, shutdown_seconds=0.2)
+        gateway = await stack.enter_async_context(running(of))
+        acme = await gateway.tenant("acme")
+        async with running(of) as other:
+            how = {"max_tokens": 8, "x_engine": {"tokens": 8, "delay": 10.0}}
+            asked = asyncio.create_task(other.client(acme.key or "").complete(prompt="a secret of acme", **how))
+            await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
+        await asyncio.gather(asked, return_exceptions=True)
+        redis = await stack.enter_async_context(closing_redis(redis_url))
+        entries = await SharedDeaths(redis, of.database_url).read()
+        [left] = entries[-1].report.left
+        assert (left.engine, left.instance) == (upstream.url, "one")
+        assert [(each.kind, each.tenant_id) for each in left.suspects] == [("request", left.tenants[0])]
