@@ -209,6 +209,11 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
     return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
 
 
+def _connect(registry: Registry, quarantine: Quarantine) -> None:
+    registry.on_end = quarantine.ended
+    quarantine.engines, quarantine.take_over = lambda: registry.engines, registry.take_over
+
+
 def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Serving:
     """Return the fleet of engines, its queue and its watchers."""
     settings, redis, timeout = resources.settings, resources.redis, resources.settings.engine_timeout
@@ -233,8 +238,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         resources.metrics.quarantined,
         report_left=registry.report_left,
     )
-    registry.on_end = quarantine.ended
-    quarantine.engines, quarantine.take_over = lambda: registry.engines, registry.take_over
+    _connect(registry, quarantine)
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)

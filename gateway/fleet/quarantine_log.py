@@ -23,6 +23,8 @@ class QuarantineLog:
         # quarantine it has logged.
         self._unannounced: dict[Suspect, tuple[int, ...] | None] = {}
         self._announced: set[Suspect] = set()
+        # Ids of other processes' last entries with suspects of which this process's own entry is not known to be sent.
+        self._others: dict[Suspect, tuple[int, ...]] = {}
         # Quarantines that it has logged, by tenant and kind, until they are taken.
         self._begun: dict[tuple[str, str], list[Held]] = {}
 
@@ -32,19 +34,30 @@ class QuarantineLog:
 
     def sent(self, suspects: Iterable[Suspect], entry_id: tuple[int, ...]) -> None:
         """Note the entry with a report of this process."""
-        self._unannounced |= {key: entry_id for key in suspects if key in self._unannounced}
+        for key in suspects:
+            if key in self._unannounced:
+                self._unannounced[key] = entry_id
+                self._leave_later(key, self._others.pop(key, ()))
 
     def read(self, entry: Entry) -> None:
         """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
         for key in entry.report.suspects:
-            own = self._unannounced.get(key)
-            if own is not None and own < entry.id:
-                del self._unannounced[key]
+            if self._unannounced.get(key, ()) is None:
+                self._others[key] = entry.id
+            else:
+                self._leave_later(key, entry.id)
+
+    def _leave_later(self, key: Suspect, other: tuple[int, ...]) -> None:
+        """Let another process announce a suspect if its entry is later than this process's own."""
+        own = self._unannounced.get(key)
+        if own is not None and own < other:
+            del self._unannounced[key]
 
     def announce(self) -> None:
         """Count and log new quarantines, in the process that reports the last death only."""
         self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
         self._unannounced = {key: sent for key, sent in self._unannounced.items() if self._deaths.of(key)}
+        self._others = {key: other for key, other in self._others.items() if key in self._unannounced}
         found = [key for key in self._unannounced if self._deaths.causes_of(key)]
         for key in found:
             del self._unannounced[key]

@@ -1,0 +1,31 @@
+"""The announcing process of a quarantine that several have reported."""
+
+import pytest
+
+from gateway.fleet.deaths import Deaths
+from gateway.fleet.quarantine_log import QuarantineLog
+from gateway.fleet.shared_deaths import Entry, Report
+from tests.gateway.fleet.test_deaths import REQUEST, note
+from tests.gateway.fleet.test_quarantine import Clock
+
+
+@pytest.mark.parametrize("is_read_first", [False, True])
+@pytest.mark.parametrize(("other", "is_own"), [(1, True), (3, False)])
+def test_the_process_with_the_last_entry_announces(other: int, is_own: bool, is_read_first: bool):
+    """Another process's entry may be read before the answer of Redis with the own entry's id has arrived."""
+    counted: list[str] = []
+    deaths = Deaths(600.0, clock := Clock())
+    log = QuarantineLog(deaths, counted.append)
+    for number in range(2):
+        note(deaths, clock, f"e{number}", "v")
+    entry = Entry((other,), "two", Report("e1", ["v"], [REQUEST]), 0.0)
+    log.reports([REQUEST])
+    if is_read_first:
+        log.read(entry)
+        log.sent([REQUEST], (2,))
+    else:
+        log.sent([REQUEST], (2,))
+        log.read(entry)
+    log.announce()
+    assert counted == ["request"] * is_own
+    assert [held.suspect for held in log.take_begun()] == [REQUEST] * is_own
