@@ -209,9 +209,11 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
     return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
 
 
-def _connect(registry: Registry, quarantine: Quarantine) -> None:
+def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:
+    """Let the quarantine see deaths of engines and requests on them, and let it hand orphaned requests over to them."""
     registry.on_end = quarantine.ended
-    quarantine.engines, quarantine.take_over = lambda: registry.engines, registry.take_over
+    quarantine.engines = lambda: registry.engines
+    quarantine.take_over = registry.take_over
 
 
 def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Serving:
@@ -238,7 +240,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         resources.metrics.quarantined,
         report_left=registry.report_left,
     )
-    _connect(registry, quarantine)
+    _connect_quarantine(registry, quarantine)
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gateway.fleet.deaths import Held
+from gateway.fleet.deaths import QuarantinePeriod
 from gateway.fleet.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.bases.base import suspect_digest
@@ -33,7 +33,7 @@ class FleetEvents:
         self._quarantine = quarantine
         # Engines' URLs with the instances that answered with another adapter than the request's.
         self._mismatched: set[tuple[str, str]] = set()
-        self._begun: list[Held] = []
+        self._begun: list[QuarantinePeriod] = []
 
     async def look(self) -> None:
         """Record the events since the last look. Raises Unavailable."""
@@ -48,18 +48,19 @@ class FleetEvents:
             await self._record(self._begun[:NAMES_AT_ONCE])
             del self._begun[:NAMES_AT_ONCE]
 
-    async def _record(self, begun: Sequence[Held]) -> None:
-        names = await self._tenants.names({held.suspect.tenant_id for held in begun})
-        for held in begun:
-            kind, tenant_id, mark = held.suspect
+    async def _record(self, begun: Sequence[QuarantinePeriod]) -> None:
+        names = await self._tenants.names({period.suspect.tenant_id for period in begun})
+        for period in begun:
+            kind, tenant_id, mark = period.suspect
             if tenant_id not in names:
                 # The tenant is deleted.
                 continue
-            began, ends = (_moment(self._quarantine.age, at) for at in (held.began, held.ends))
-            data: dict[str, Any] = {"deaths": len(held.deaths), "ends_at": ends}
+            began, ends = (_moment(self._quarantine.age, at) for at in (period.began, period.ends))
+            data: dict[str, Any] = {"deaths": len(period.deaths), "ends_at": ends}
             if kind == "adapter":
                 data["adapter"] = digest_name(suspect_digest(mark))
-            # Processes measure the time of a death with an error of less than a second.
+            # The minute tells two quarantines of a suspect apart. Two processes that announce the same one measure its
+            # beginning with an error of less than a second, so their minutes rarely differ.
             once = _once(QUARANTINED[kind], tenant_id, mark, f"{began:%Y-%m-%dT%H:%M}")
             await self._events.record(QUARANTINED[kind], data, once=once, tenant_id=tenant_id, tenant=names[tenant_id])
 
@@ -68,5 +69,5 @@ def _moment(age: Callable[[float], float], at: float) -> datetime:
     return datetime.now(UTC) - timedelta(seconds=age(at))
 
 
-def _once(kind: str, *of: str) -> str:
-    return f"{kind}:{hashlib.sha256(' '.join(of).encode()).hexdigest()[:32]}"
+def _once(kind: str, *parts: str) -> str:
+    return f"{kind}:{hashlib.sha256(' '.join(parts).encode()).hexdigest()[:32]}"

@@ -119,7 +119,7 @@ class AdapterProber:
             raise NotProbed("the engine cannot be reached") from error
         except (ClientOSError, ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
             engine.mark_down(f"a probe failed: {network_reason(error)}")
-            self._quarantine.died_with(engine, tenant.id, suspects, in_flight.instance)
+            self._quarantine.died(engine, tenant.id, named(suspects), in_flight.instance)
             self._remember(suspects[0])
             # Another process may still report its tenants' requests for this death, so the next attempt counts it.
             raise NotProbed("the engine died during the probe") from error

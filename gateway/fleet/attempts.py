@@ -104,7 +104,8 @@ class Attempts:
         return engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects)
 
     def _died(self, engine: EngineRecord, call: Call, in_flight: InFlight) -> None:
-        self.quarantine.died(engine, call.tenant.id, call.model.suspects, call.named, in_flight.instance)
+        names = self.quarantine.suspects(call.tenant.id, call.model.suspects, call.named)
+        self.quarantine.died(engine, call.tenant.id, names, in_flight.instance)
 
     async def check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
         """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.

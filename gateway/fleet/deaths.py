@@ -72,8 +72,8 @@ class Suspicion(NamedTuple):
     deaths: int
 
 
-class Held(NamedTuple):
-    """A suspect in quarantine. deaths: those that it counts for, the newest last. began, ends: on the deaths' clock."""
+class QuarantinePeriod(NamedTuple):
+    """Quarantine of a suspect. deaths: those that led to it, the newest last. began, ends: on the deaths' clock."""
 
     suspect: Suspect
     deaths: Sequence[Death]
@@ -216,7 +216,9 @@ class Deaths:
 
         Usually there is one. A connection that breaks without the engine's death makes a further one.
         """
-        found = [death for death in self.recent() if death.engine == engine and death.instance == instance is not None]
+        if instance is None:
+            return []
+        found = [death for death in self.recent() if (death.engine, death.instance) == (engine, instance)]
         return sorted(found, key=lambda death: death.at)
 
     def has_candidate(self, tenant_id: str) -> bool:
@@ -237,25 +239,30 @@ class Deaths:
             deaths = self._of[key] if key in self._causes(key.tenant_id) else []
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
 
-    def held(self, key: Suspect) -> Held | None:
+    def quarantine_of(self, key: Suspect) -> QuarantinePeriod | None:
         """Return a suspect's quarantine, None without one."""
-        deaths, least = self.causes_of(key), LIMITS.get(key.kind, 0)
-        # A tenant's quarantine ends when too few deaths are remembered.
-        if not deaths or (ends := deaths[-least if key.kind == TENANT else -1].at + self.seconds) <= self._clock():
+        deaths = self.causes_of(key)
+        if not deaths:
             return None
-        if key.kind != TENANT:
+        limit = LIMITS[key.kind]
+        if key.kind == TENANT:
+            # It ends when too few deaths are remembered.
+            first, last = deaths[limit - 1], deaths[-limit]
+        else:
             # It began when enough deaths had shown that no other tenant was at each of them.
-            enough = (number for number in range(least, len(deaths)) if _at_each(deaths[:number]) == {key.tenant_id})
-            least = next(enough, len(deaths))
-        return Held(key, deaths, deaths[least - 1].at, ends)
+            numbers = range(limit, len(deaths))
+            enough = next((n for n in numbers if _at_each(deaths[:n]) == {key.tenant_id}), len(deaths))
+            first, last = deaths[enough - 1], deaths[-1]
+        ends = last.at + self.seconds
+        return QuarantinePeriod(key, deaths, first.at, ends) if ends > self._clock() else None
 
-    def all_held(self, tenant_id: str | None = None) -> list[Held]:
+    def quarantines(self, tenant_id: str | None = None) -> list[QuarantinePeriod]:
         """Return all suspects in quarantine, or those of a tenant."""
-        found = list[Held]()
+        found = list[QuarantinePeriod]()
         for each in [*self._candidates] if tenant_id is None else [tenant_id]:
             if self.has_candidate(each):
                 keys = Suspect(TENANT, each, ""), *sorted(self._causes(each))
-                found += [held for key in keys if (held := self.held(key)) is not None]
+                found += [period for key in keys if (period := self.quarantine_of(key)) is not None]
         return found
 
     def suspicion(self, key: Suspect) -> Suspicion | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.fleet.shared_deaths import Left, Suspect
+from gateway.fleet.shared_deaths import OrphanedRequests, Suspect
 
 # Minimum time between the end of a request that was left and a reading of the engine's state, for the reading to show
 # that the engine survived the request: earlier readings may have begun before its end.
@@ -162,7 +162,7 @@ class OwnRequests:
         left = LeftRequest(time.monotonic(), names)
         self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
 
-    def take_over(self, left: Left, age: float, *, is_reported: bool) -> None:
+    def take_over(self, left: OrphanedRequests, age: float, is_reported: bool) -> None:
         """Count requests that another process left here `age` seconds ago as left ones of this process.
 
         is_reported: whether a death was reported with them.

@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.deaths import (
@@ -28,14 +27,14 @@ from gateway.fleet.deaths import (
     UNKNOWN_TENANTS,
     Death,
     Deaths,
-    Held,
+    QuarantinePeriod,
     Suspicion,
 )
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import NamedBody, Names, named
+from gateway.fleet.own_requests import NamedBody, Names
 from gateway.fleet.quarantine_log import QuarantineLog
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Left, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, OrphanedRequests, Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
 
@@ -46,21 +45,15 @@ PAUSE_SECONDS = 0.1
 REPORT_SECONDS = 0.5
 
 
-class TakeOver(Protocol):
-    """Receiver of requests that an ending process left on an engine."""
-
-    def __call__(self, left: Left, age: float, *, is_reported: bool) -> None:
-        """Count them as left ones of this process."""
-
-
 class Quarantined(GatewayError):
     """Engines died repeatedly with this request or this adapter."""
 
     status, kind, code = 422, "invalid_request_error", "request_quarantined"
+    consequence = "it is refused"
 
-    def __init__(self, cause: str, refused: str, seconds: float) -> None:
+    def __init__(self, cause: str, seconds: float) -> None:
         super().__init__(
-            f"Engines died while they worked on {cause}; {refused} refused for {math.ceil(seconds)} s.",
+            f"Engines died while they worked on {cause}; {self.consequence} for {math.ceil(seconds)} s.",
             headers={"Retry-After": str(math.ceil(seconds))},
         )
 
@@ -69,9 +62,7 @@ class TenantQuarantined(Quarantined):
     """Engines died repeatedly with several of this tenant's requests."""
 
     code = "tenant_quarantined"
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("several of your requests", "all are", seconds)
+    consequence = "all are refused"
 
 
 class Quarantine:
@@ -97,12 +88,12 @@ class Quarantine:
         self._report_left = report_left
         self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
         self.engines: Callable[[], Sequence[EngineRecord]] = tuple
-        self.take_over: TakeOver = lambda left, age, *, is_reported: None
+        self.take_over: Callable[[OrphanedRequests, float, bool], None] = lambda requests, age, is_reported: None
         self._names = RequestNames(secret)
         self._shared = shared
         self._clock = clock
         self._deaths = Deaths(seconds, clock)
-        self._log = QuarantineLog(self._deaths, count)
+        self._announcer = QuarantineLog(self._deaths, count)
         self._process = "" if shared is None else shared.process
         self._was_read = asyncio.Event()
         # Deaths that wait for names.
@@ -154,25 +145,25 @@ class Quarantine:
         self._check(Suspect("adapter", tenant_id, name))
 
     def _check(self, key: Suspect) -> None:
-        if (held := self._deaths.held(key)) is not None:
-            seconds = held.ends - self._clock()
+        if (period := self._deaths.quarantine_of(key)) is not None:
+            seconds = period.ends - self._clock()
             if key.kind == TENANT:
-                raise TenantQuarantined(seconds)
-            raise Quarantined(f"this {key.kind}", "it is", seconds)
+                raise TenantQuarantined("several of your requests", seconds)
+            raise Quarantined(f"this {key.kind}", seconds)
 
-    def all(self, tenant_id: str | None = None) -> list[Held]:
-        """Return what is in quarantine as far as this process knows, or what is of a tenant."""
-        return self._deaths.all_held(tenant_id)
+    def quarantines(self, tenant_id: str | None = None) -> list[QuarantinePeriod]:
+        """Return all quarantines that this process knows, or those of a tenant."""
+        return self._deaths.quarantines(tenant_id)
 
-    def take_begun(self) -> list[Held]:
+    def take_begun(self) -> list[QuarantinePeriod]:
         """Return the quarantines that this process has logged since the last call."""
-        return self._log.take_begun()
+        return self._announcer.take_begun()
 
     def age(self, at: float) -> float:
-        """Return the seconds since a time of `Held`; they are negative if it has not come yet."""
+        """Return the seconds since a time of `QuarantinePeriod`; they are negative if it has not come yet."""
         return self._clock() - at
 
-    async def end(self, tenant_id: str) -> list[Held]:
+    async def end(self, tenant_id: str) -> list[QuarantinePeriod]:
         """End a tenant's quarantine in all processes, and forget the evidence against it. Return what ended.
 
         Raises Unavailable, also if it is unknown whether Redis has taken the report.
@@ -181,45 +172,29 @@ class Quarantine:
             await self.read()
             if await self._shared.add(Report(ENDED_BY_OPERATOR, [tenant_id], []), self._deaths.seconds) is None:
                 raise Unavailable("Redis is unavailable, so the quarantine cannot be ended; try again shortly.")
-        found = self._deaths.all_held(tenant_id)
+        found = self._deaths.quarantines(tenant_id)
         self._deaths.forget(tenant_id, self._clock())
-        self._log.announce()
+        self._announcer.announce()
         return found
 
     def is_forgotten(self, tenant_id: str, death: Death) -> bool:
         """Return whether a death is no evidence against a tenant, because an operator ended its quarantine since."""
         return self._deaths.is_forgotten(tenant_id, death)
 
-    def died(
-        self,
-        engine: EngineRecord,
-        tenant_id: str,
-        digests: Sequence[str],
-        body: NamedBody,
-        instance: str | None = None,
-    ) -> None:
-        """Note that an engine died with this request, and report it to the other processes in the background.
+    def died(self, engine: EngineRecord, tenant_id: str, names: Names, instance: str | None = None) -> None:
+        """Note that an engine died with a tenant's request, and report it to the other processes in the background.
 
-        digests: the request's adapter, or all adapters of its mixture. instance: the engine's instance that had the
-        request; None if it is unknown, which counts as the present one.
+        names: the request's (`suspects`). instance: the engine's instance that had the request; None if it is unknown,
+        which counts as the present one.
         """
-        self._died(engine, tenant_id, self.suspects(tenant_id, digests, body), instance)
-
-    def died_with(
-        self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect], instance: str | None = None
-    ) -> None:
-        """Note that an engine died with a tenant's suspects, as `died`."""
-        self._died(engine, tenant_id, named(suspects), instance)
-
-    def _died(self, engine: EngineRecord, tenant_id: str, own_names: Names, instance: str | None) -> None:
         if instance in (None, engine.state.instance):
-            tenants, names = engine.requests.report_left()
-            self._note_on(engine, tenants | {tenant_id}, [own_names, *names], self._clock())
+            tenants, names_of_left = engine.requests.report_left()
+            self._note_on(engine, tenants | {tenant_id}, [names, *names_of_left], self._clock())
             return
         # The others on a former instance were reported at its end, unless that was no death.
         known = self._deaths.of_instance(engine.url, instance)
         tenants, at = ({tenant_id}, known[-1].at) if known else ({tenant_id, UNKNOWN_TENANTS}, self._clock())
-        self._note_on(engine, tenants, [own_names], at, instance)
+        self._note_on(engine, tenants, [names], at, instance)
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were there."""
@@ -265,9 +240,9 @@ class Quarantine:
             self._share(Report(death.engine, *known), death.at)
 
     def _share(self, report: Report, at: float) -> None:
-        self._log.reports(report.suspects)
+        self._announcer.note_own(report.suspects)
         if self._shared is None:
-            self._log.announce()
+            self._announcer.announce()
         else:
             self._put(report, at)
             self._start_sending()
@@ -307,19 +282,19 @@ class Quarantine:
                     log.exception("reports of engines' deaths could not be read; retrying")
                 await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
         finally:
-            await self._shared.leave(self._deaths.seconds, await self._all_left())
+            await self._shared.leave(self._deaths.seconds, await self._orphaned())
 
-    async def _all_left(self) -> list[Left]:
+    async def _orphaned(self) -> list[OrphanedRequests]:
         """Return the requests of this process that engines may still have, with the names that are soon computed."""
         found = [(engine, *engine.requests.report_left()) for engine in self.engines()]
         if waiting := [asyncio.wrap_future(each) for _, _, names in found for each in names if not each.done()]:
             await asyncio.wait(waiting, timeout=REPORT_SECONDS)
-        left = list[Left]()
+        orphaned = list[OrphanedRequests]()
         for engine, tenants, names in found:
             suspects = dict.fromkeys(suspect for each in names if each.done() for suspect in computed(each))
             if tenants:
-                left.append(Left(engine.url, engine.state.instance, [*tenants], [*suspects]))
-        return left
+                orphaned.append(OrphanedRequests(engine.url, engine.state.instance, [*tenants], [*suspects]))
+        return orphaned
 
     async def read(self) -> None:
         """Apply the new reports of other processes."""
@@ -335,19 +310,19 @@ class Quarantine:
                     self._deaths.forget(tenant_id, self._clock() - age)
             elif age < self._deaths.seconds:
                 death = self._deaths.apply(report, self._clock() - age, entry.process)
-                self._log.read(entry)
+                self._announcer.note_other(entry)
                 # The engine may run again and have other requests, which is unknown without its instance.
                 if age < LATE_SECONDS or death.instance is not None:
                     self._answer(death)
         self._was_read.set()
-        self._log.announce()
+        self._announcer.announce()
 
-    def _take_over(self, left: Left, age: float, process: str) -> None:
+    def _take_over(self, left: OrphanedRequests, age: float, process: str) -> None:
         """Add the requests that a process left to a death that is known, else to this process's until one follows."""
         known = self._deaths.of_instance(left.engine, left.instance)
         if known:
             self._deaths.apply(Report(left.engine, left.tenants, left.suspects, left.instance), known[-1].at, process)
-        self.take_over(left, age, is_reported=bool(known))
+        self.take_over(left, age, bool(known))
 
     def _answer(self, death: Death) -> None:
         """Report this process's requests on an engine for another's report, or that it has none if that is awaited.
@@ -383,7 +358,7 @@ class Quarantine:
             if (entry_id := await self._shared.add(report, self._deaths.seconds)) is None:
                 self._put(report, at)
                 return
-            self._log.sent(report.suspects, entry_id)
+            self._announcer.note_sent(report.suspects, entry_id)
             if report.processes:
                 # Some may have started since the last call.
                 started = Report(report.engine, [], [], report.instance, [*self._shared.processes])

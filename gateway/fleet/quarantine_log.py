@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from itertools import chain
 
-from gateway.fleet.deaths import TENANT, Deaths, Held
+from gateway.fleet.deaths import TENANT, Deaths, QuarantinePeriod
 from gateway.fleet.shared_deaths import Entry, Suspect
 
 log = logging.getLogger(__name__)
@@ -14,7 +14,7 @@ MAX_BEGUN = 20
 
 
 class QuarantineLog:
-    """New quarantines of this process. count: called with the kind of each."""
+    """Announces each new quarantine once, in the process that reports its last death. count: called with its kind."""
 
     def __init__(self, deaths: Deaths, count: Callable[[str], None]) -> None:
         self._deaths = deaths
@@ -26,53 +26,54 @@ class QuarantineLog:
         # Ids of other processes' last entries with suspects of which this process's own entry is not known to be sent.
         self._others: dict[Suspect, tuple[int, ...]] = {}
         # Quarantines that it has logged, by tenant and kind, until they are taken.
-        self._begun: dict[tuple[str, str], list[Held]] = {}
+        self._begun: dict[tuple[str, str], list[QuarantinePeriod]] = {}
 
-    def reports(self, suspects: Iterable[Suspect]) -> None:
+    def note_own(self, suspects: Iterable[Suspect]) -> None:
         """Note that this process reports suspects, so that it announces their quarantines."""
         self._unannounced.update(dict.fromkeys(suspects))
 
-    def sent(self, suspects: Iterable[Suspect], entry_id: tuple[int, ...]) -> None:
+    def note_sent(self, suspects: Iterable[Suspect], entry_id: tuple[int, ...]) -> None:
         """Note the entry with a report of this process."""
         for key in suspects:
             if key in self._unannounced:
                 self._unannounced[key] = entry_id
-                self._leave_later(key, self._others.pop(key, ()))
+                self._yield_to_later_entry(key, self._others.pop(key, ()))
 
-    def read(self, entry: Entry) -> None:
+    def note_other(self, entry: Entry) -> None:
         """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
         for key in entry.report.suspects:
             if self._unannounced.get(key, ()) is None:
                 self._others[key] = entry.id
             else:
-                self._leave_later(key, entry.id)
+                self._yield_to_later_entry(key, entry.id)
 
-    def _leave_later(self, key: Suspect, other: tuple[int, ...]) -> None:
+    def _yield_to_later_entry(self, key: Suspect, other_id: tuple[int, ...]) -> None:
         """Let another process announce a suspect if its entry is later than this process's own."""
-        own = self._unannounced.get(key)
-        if own is not None and own < other:
+        own_id = self._unannounced.get(key)
+        if own_id is not None and own_id < other_id:
             del self._unannounced[key]
 
     def announce(self) -> None:
         """Count and log new quarantines, in the process that reports the last death only."""
         self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
-        self._unannounced = {key: sent for key, sent in self._unannounced.items() if self._deaths.of(key)}
-        self._others = {key: other for key, other in self._others.items() if key in self._unannounced}
+        self._unannounced = {key: own_id for key, own_id in self._unannounced.items() if self._deaths.of(key)}
+        self._others = {key: other_id for key, other_id in self._others.items() if key in self._unannounced}
         found = [key for key in self._unannounced if self._deaths.causes_of(key)]
         for key in found:
             del self._unannounced[key]
         # A tenant's last death may be complete only after its last request's quarantine is announced.
         tenants = dict.fromkeys(each.tenant_id for each in (*found, *self._announced))
         for key in [*found, *(Suspect(TENANT, each, "") for each in tenants)]:
-            if key not in self._announced and (held := self._deaths.held(key)) is not None:
+            if key not in self._announced and (period := self._deaths.quarantine_of(key)) is not None:
                 self._announced.add(key)
                 self._count(key.kind)
                 begun = self._begun.setdefault((key.tenant_id, key.kind), [])
-                begun += [held] if len(begun) < MAX_BEGUN else []
-                what = key.kind, len(held.deaths), key.tenant_id
-                log.error("quarantine: the %s was on %d engines when they died: tenant %s", *what)
+                if len(begun) < MAX_BEGUN:
+                    begun.append(period)
+                what = key.kind, len(period.deaths), key.tenant_id
+                log.error("quarantine: the %s was there at %d deaths of engines: tenant %s", *what)
 
-    def take_begun(self) -> list[Held]:
+    def take_begun(self) -> list[QuarantinePeriod]:
         """Return the quarantines that this process has logged since the last call, MAX_BEGUN of a tenant and kind."""
         begun, self._begun = self._begun, {}
         return list(chain(*begun.values()))

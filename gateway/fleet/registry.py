@@ -13,7 +13,7 @@ from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import LEFT_SECONDS, Names
 from gateway.fleet.queue import Capacity
-from gateway.fleet.shared_deaths import Left
+from gateway.fleet.shared_deaths import OrphanedRequests
 from gateway.fleet.sleeping import BaseAsleep
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Registry:
             return set(), []
         return engine.requests.report_left()
 
-    def take_over(self, left: Left, age: float, *, is_reported: bool) -> None:
+    def take_over(self, left: OrphanedRequests, age: float, is_reported: bool) -> None:
         """Count requests that another process left on an engine as this process's, if the engine may still have them.
 
         See `OwnRequests.take_over`.
@@ -81,7 +81,7 @@ class Registry:
         if engine is None or left.instance != engine.state.instance:
             return
         if engine.observed_at < time.monotonic() - age + LEFT_SECONDS:
-            engine.requests.take_over(left, age, is_reported=is_reported)
+            engine.requests.take_over(left, age, is_reported)
 
     @property
     def up(self) -> list[EngineRecord]:

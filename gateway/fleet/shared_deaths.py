@@ -33,7 +33,8 @@ PAGE = 100
 ALIVE_SECONDS = 60
 # Longest pause between two calls that show that the process is alive, and read which others are.
 DUE_SECONDS = 5.0
-# Stands for the engine in a process's last report, which says only that the process has ended.
+# Stands for the engine in a process's last report: the process has ended, and engines may still have the requests
+# `left`.
 NO_ENGINE = ""
 # Stands for the engine in a report by which an operator ends the quarantine of `tenants`. To the previous release it is
 # the death of an engine without suspects.
@@ -79,7 +80,7 @@ class Suspect(NamedTuple):
     mark: str
 
 
-class Left(msgspec.Struct):
+class OrphanedRequests(msgspec.Struct):
     """Requests that an ending process has left on an engine's instance, whose death may follow: tenants and names."""
 
     engine: str
@@ -89,8 +90,9 @@ class Left(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """An engine's death as a process saw it: the tenants of its requests there, and the requests that broke.
+    """A process's report of an engine's death, of its own end (NO_ENGINE), or of quarantines' end (ENDED_BY_OPERATOR).
 
+    tenants: those of the process's requests there, or whose quarantine ended. suspects: the requests that broke.
     instance: the engine's, None if unknown. processes: those that were alive. age: seconds since the death. left: in
     the last report of a process.
     """
@@ -101,7 +103,7 @@ class Report(msgspec.Struct):
     instance: str | None = None
     processes: list[str] = []
     age: float = 0.0
-    left: list[Left] = []
+    left: list[OrphanedRequests] = []
 
 
 class Entry(NamedTuple):
@@ -165,7 +167,7 @@ class SharedDeaths:
             if process != self.process.encode() and (report := _decode(encoded)) is not None
         ]
 
-    async def leave(self, seconds: float, left: Sequence[Left] = ()) -> None:
+    async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
         """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
         if await self.add(Report(NO_ENGINE, [], [], left=[*left]), seconds) is not None:
             await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from gateway.api.requests.fields import json_response, read_limit
 from gateway.api.scopes import ACTOR
 from gateway.errors import Unavailable
-from gateway.fleet.deaths import Held
+from gateway.fleet.deaths import QuarantinePeriod
 from gateway.fleet.quarantine import Quarantine
 from gateway.process.background import run_to_end
 from gateway.records.audit import Audit
@@ -70,10 +70,10 @@ class AdminQuarantine:
         """List what is in quarantine, of all tenants or of `?tenant=`, the newest first."""
         limit, name = read_limit(request, DEFAULT_ROWS, MAX_ROWS), request.query.get("tenant")
         tenant_id = None if name is None else (await self._tenants.get(name)).id
-        found = sorted(self._quarantine.all(tenant_id), key=lambda held: -held.began)
+        found = sorted(self._quarantine.quarantines(tenant_id), key=lambda period: -period.began)
         shown = found[:limit]
-        names = await self._names({held.suspect.tenant_id for held in shown})
-        data = [self._describe(held, names) for held in shown]
+        names = await self._names({period.suspect.tenant_id for period in shown})
+        data = [self._describe(period, names) for period in shown]
         return json_response(QuarantineList(data=data, has_more=len(found) > limit))
 
     async def end(self, request: web.Request) -> web.Response:
@@ -97,15 +97,15 @@ class AdminQuarantine:
         except Unavailable:
             return {}
 
-    def _describe(self, held: Held, names: Mapping[str, str]) -> ShownQuarantine:
-        kind, tenant_id, mark = held.suspect
+    def _describe(self, period: QuarantinePeriod, names: Mapping[str, str]) -> ShownQuarantine:
+        kind, tenant_id, mark = period.suspect
         now = datetime.now(UTC)
         return ShownQuarantine(
             kind=cast(Kind, kind),
             tenant=names.get(tenant_id),
             tenant_id=tenant_id,
             adapter=digest_name(suspect_digest(mark)) if kind == "adapter" else None,
-            engines=sorted({death.engine for death in held.deaths}),
-            began_at=now - timedelta(seconds=self._quarantine.age(held.began)),
-            ends_at=now - timedelta(seconds=self._quarantine.age(held.ends)),
+            engines=sorted({death.engine for death in period.deaths}),
+            began_at=now - timedelta(seconds=self._quarantine.age(period.began)),
+            ends_at=now - timedelta(seconds=self._quarantine.age(period.ends)),
         )

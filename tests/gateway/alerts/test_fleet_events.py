@@ -11,7 +11,6 @@ from gateway.alerts.messages import body, text
 from gateway.alerts.watch import Watch
 from gateway.errors import Unavailable
 from gateway.fleet.deaths import LIMITS, TENANT
-from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.quarantine_log import MAX_BEGUN
 from gateway.metrics import Metrics
@@ -20,7 +19,7 @@ from gateway.records.events.events import MAX_PER_HOUR, Event, Events
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import SECRET, Clock, engine
+from tests.gateway.fleet.test_quarantine import SECRET, Clock, engine, note_death
 
 
 class Process:
@@ -34,7 +33,7 @@ class Process:
     def dies(self, tenant_id: str, prompt: str = "a secret", digests: tuple[str, ...] = ()) -> None:
         self.clock.now += 10.0
         record = engine("http://one:1", **{tenant_id: 1})
-        self.quarantine.died(record, tenant_id, digests, NamedBody({"prompt": prompt}))
+        note_death(self.quarantine, record, tenant_id, digests, prompt=prompt)
 
 
 @pytest.fixture
@@ -104,8 +103,8 @@ async def test_a_tenants_many_requests_hide_no_event_of_another_kind(database: D
         process.clock.now += 10.0
         for number in range(MAX_BEGUN + 5):
             record = engine("http://one:1", **{acme.id: 1})
-            process.quarantine.died(record, acme.id, (), NamedBody({"prompt": f"{number}"}))
-    assert len(process.quarantine._log._begun[acme.id, "request"]) == MAX_BEGUN
+            note_death(process.quarantine, record, acme.id, prompt=f"{number}")
+    assert len(process.quarantine._announcer._begun[acme.id, "request"]) == MAX_BEGUN
     await process.events.look()
     types = [each.type for each in await all_events(database)]
     assert types.count("request.quarantined") == MAX_PER_HOUR
@@ -157,11 +156,7 @@ async def test_a_gateway_records_both(tmp_path: Path, model_dir: Path, redis_url
             assert (await acme.complete(prompt="a secret of acme")).status == 502
             for each in (one, two):
                 each.refuses, each.receipt = False, "mixed"
-
-            async def are_up() -> bool:
-                return bool((await gateway.nobody.get("/readyz")).json["engines_up"] == 2)
-
-            await until(are_up)
+            await gateway.engines_up(2)
             assert (await acme.complete(prompt="another")).error["code"] == "adapter_mismatch"
 
             async def are_recorded() -> bool:

@@ -11,14 +11,14 @@ from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbe
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.own_requests import NamedBody
+from gateway.fleet.own_requests import named
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Suspect
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock
+from tests.gateway.fleet.test_quarantine import SECRET, Clock, note_death
 
 DIGEST = "d" * 64
 URLS = ("http://one:1", "http://two:1")
@@ -142,8 +142,8 @@ async def test_a_kept_engine_gets_no_probe(engines: Engines):
 async def test_a_quarantined_adapter_is_not_refused_for_good(engines: Engines):
     for number, url in enumerate((*URLS, "http://three:1")):
         engines.clock.now += ONE_DEATH_SECONDS
-        body = NamedBody(BODY | {"prompt": f"{number}"})
-        engines.quarantine.died(EngineRecord(parse_address(url)), engines.acme.id, [DIGEST], body)
+        record = EngineRecord(parse_address(url))
+        note_death(engines.quarantine, record, engines.acme.id, [DIGEST], prompt=f"{number}")
     assert await engines.attempt() is NotProbed
     assert engines.probed == []
     engines.clock.now += 101.0
@@ -163,7 +163,7 @@ async def test_deaths_on_one_base_model_refuse_no_probe_on_another(database: Dat
         mark = suspect_name(digest, own)
         for url in ("http://one:1", "http://two:1"):
             clock.now += ONE_DEATH_SECONDS
-            quarantine.died_with(EngineRecord(parse_address(url)), acme.id, [Suspect("probe", acme.id, mark)])
+            quarantine.died(EngineRecord(parse_address(url)), acme.id, named([Suspect("probe", acme.id, mark)]))
         for base in ("", "qwen"):
             with pytest.raises(AdapterRefused if base == own else NotProbed):
                 await prober.probe(acme, digest, Binding(base))

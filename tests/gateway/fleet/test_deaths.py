@@ -11,11 +11,6 @@ ALL = ["one", "two"]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def deaths(clock: Clock) -> Deaths:
     return Deaths(600.0, clock)
 

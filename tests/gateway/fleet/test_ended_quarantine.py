@@ -14,7 +14,7 @@ from gateway.api.admin.quarantine import AdminQuarantine
 from gateway.errors import Unavailable
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused
 from gateway.fleet.deaths import LIMITS, TENANT, Deaths, Suspicion
-from gateway.fleet.own_requests import NamedBody
+from gateway.fleet.own_requests import NamedBody, named
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.shared_deaths import Suspect
 from gateway.redis.client import connect
@@ -22,26 +22,15 @@ from testing.gateway.commands import runner
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_deaths import REQUEST, note
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, is_quarantined, note_death
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
 OTHER = Suspect("request", "b", "a mark")
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def deaths(clock: Clock) -> Deaths:
     return Deaths(600.0, clock)
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a busy machine from dropping a report by its time-out."""
-    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
 
 
 def test_the_evidence_before_the_end_counts_no_more(deaths: Deaths, clock: Clock):
@@ -108,14 +97,14 @@ def test_a_quarantine_begins_with_the_death_that_shows_the_cause_and_ends_by_the
     for tenants in (("v", "b"), ("v", "b"), ("v",), ("v", "b")):
         note(deaths, clock, "e", *tenants)
         times.append(clock())
-    [held] = deaths.all_held()
-    assert (held.suspect, held.began, held.ends) == (REQUEST, times[2], times[3] + 600.0)
-    assert deaths.all_held("v") == [held]
-    assert deaths.all_held("b") == []
-    clock.now = held.ends - 0.1
-    assert deaths.all_held() == [held]
-    clock.now = held.ends
-    assert deaths.all_held() == []
+    [period] = deaths.quarantines()
+    assert (period.suspect, period.began, period.ends) == (REQUEST, times[2], times[3] + 600.0)
+    assert deaths.quarantines("v") == [period]
+    assert deaths.quarantines("b") == []
+    clock.now = period.ends - 0.1
+    assert deaths.quarantines() == [period]
+    clock.now = period.ends
+    assert deaths.quarantines() == []
 
 
 def test_a_tenants_quarantine_ends_when_too_few_deaths_are_remembered(deaths: Deaths, clock: Clock):
@@ -123,9 +112,9 @@ def test_a_tenants_quarantine_ends_when_too_few_deaths_are_remembered(deaths: De
     for _ in range(LIMITS[TENANT] + 1):
         note(deaths, clock, "e", "v")
         times.append(clock())
-    held = deaths.held(Suspect(TENANT, "v", ""))
-    assert held is not None
-    assert (held.began, held.ends) == (times[LIMITS[TENANT] - 1], times[1] + 600.0)
+    period = deaths.quarantine_of(Suspect(TENANT, "v", ""))
+    assert period is not None
+    assert (period.began, period.ends) == (times[LIMITS[TENANT] - 1], times[1] + 600.0)
 
 
 async def test_a_probe_may_kill_as_many_engines_again_after_the_end():
@@ -134,7 +123,7 @@ async def test_a_probe_may_kill_as_many_engines_again_after_the_end():
     prober = AdapterProber(*cast(Any, (SimpleNamespace(up=[]), {}, quarantine)))
     for _ in range(2):
         clock.now += 10.0
-        quarantine.died_with(engine(a=1), "a", [suspect])
+        quarantine.died(engine(a=1), "a", named([suspect]))
         prober._remember(suspect)
     with pytest.raises(AdapterRefused):
         prober._check_deaths(suspect)
@@ -154,8 +143,8 @@ async def test_all_processes_and_later_ones_learn_of_the_end(any_redis: Any, pat
 
         await kill()
         processes.clock.now += 1.0
-        [held] = await two.end("a")
-        assert held.suspect.kind == "request"
+        [period] = await two.end("a")
+        assert period.suspect.kind == "request"
         assert not is_quarantined(two)
         await until(lambda: asyncio.sleep(0, not is_quarantined(one)))
         assert one.all() == two.all() == []
@@ -174,7 +163,7 @@ async def test_without_redis_the_quarantine_goes_on():
     async with processes.one() as one:
         for url in ("http://one:1", "http://two:1"):
             processes.clock.now += 10.0
-            one.died(engine(url, a=1), "a", (), NamedBody(BODY))
+            note_death(one, engine(url, a=1), "a")
         await until(lambda: asyncio.sleep(0, is_quarantined(one)))
         with pytest.raises(Unavailable, match="Redis is unavailable"):
             await one.end("a")
@@ -254,7 +243,7 @@ async def test_an_adapter_is_listed_by_its_digest_though_the_names_of_tenants_ma
     quarantine = Quarantine(100.0, SECRET, clock=clock)
     for number in range(LIMITS["adapter"]):
         clock.now += 10.0
-        quarantine.died(engine(a=1), "a", [f"{'d' * 64}@base-id"], NamedBody({"prompt": f"{number}"}))
+        note_death(quarantine, engine(a=1), "a", [f"{'d' * 64}@base-id"], prompt=f"{number}")
     routes = AdminQuarantine(
         quarantine=quarantine, **cast(Any, {"tenants": SimpleNamespace(names=names), "audit": None})
     )

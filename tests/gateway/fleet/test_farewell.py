@@ -12,23 +12,18 @@ import pytest
 from gateway.fleet import own_requests
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import Left, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import OrphanedRequests, SharedDeaths, Suspect
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined, leave
+from tests.gateway.fleet.test_quarantine import engine, is_quarantined, leave, note_death, tenants_at_deaths
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
 URLS = ("http://one:1", "http://two:1")
 
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a busy machine from dropping a report by its time-out."""
-    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 async def registry_of(*engines: EngineRecord) -> Registry:
@@ -41,12 +36,6 @@ async def registry_of(*engines: EngineRecord) -> Registry:
     await registry.poll()
     registry._engines = {each.url: each for each in engines}
     return registry
-
-
-def names(quarantine: Quarantine, tenant: str) -> list[set[str]]:
-    """Return the tenants at each death of the tenant's request."""
-    key, *_ = quarantine.suspects(tenant, (), NamedBody(BODY)).result()
-    return [death.tenants for death in quarantine.deaths(key)]
 
 
 @pytest.mark.parametrize("dies_before", [False, True])
@@ -72,25 +61,25 @@ async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_be
                     # The ending process cannot answer any more.
                     one._report_left = lambda *_: (set(), [])
                     processes.clock.now += 10.0
-                    two.died(record, "a", (), NamedBody(BODY))
+                    note_death(two, record, "a")
             if not dies_before:
                 await until(partial(has_left, record))
                 processes.clock.now += 10.0
-                two.died(record, "a", (), NamedBody(BODY))
+                note_death(two, record, "a")
             await two.reported()
 
             async def is_known() -> bool:
-                return all("b" in death.tenants for death in two._deaths.recent()) and bool(names(two, "b"))
+                return all("b" in death.tenants for death in two._deaths.recent()) and bool(tenants_at_deaths(two, "b"))
 
             await until(is_known)
-        assert names(two, "a") == [{"a", "b"}, {"a", "b"}]
-        assert names(two, "b") == [{"a", "b"}, {"a", "b"}], "it counts at each engine's death once"
+        assert tenants_at_deaths(two, "a") == [{"a", "b"}, {"a", "b"}]
+        assert tenants_at_deaths(two, "b") == [{"a", "b"}, {"a", "b"}], "it counts at each engine's death once"
         assert not is_quarantined(two)
         for record in records.values():
             processes.clock.now += 10.0
             record.on_end = two.ended
             record.observe_state(EngineState(instance="next"), 0)
-        assert len(names(two, "b")) == 2
+        assert len(tenants_at_deaths(two, "b")) == 2
 
 
 async def has_left(record: EngineRecord) -> bool:
@@ -113,7 +102,7 @@ async def test_only_requests_that_the_engine_may_still_have_are_taken_over(
     record = EngineRecord(parse_address(URLS[0]))
     record.observe_state(EngineState(instance="i"), 0)
     registry = await registry_of(record)
-    registry.take_over(Left(url, instance, ["b"], [Suspect("request", "b", "m")]), age, is_reported=False)
+    registry.take_over(OrphanedRequests(url, instance, ["b"], [Suspect("request", "b", "m")]), age, is_reported=False)
     tenants, found = record.requests.report_left()
     assert tenants == expected
     assert [each.result() for each in found] == [[Suspect("request", "b", "m")]] * len(expected)
@@ -123,7 +112,7 @@ async def test_a_request_that_was_taken_over_is_forgotten_once_the_engine_has_su
     monkeypatch: pytest.MonkeyPatch,
 ):
     record = engine()
-    record.requests.take_over(Left(URLS[0], None, ["b"], []), 0.0, is_reported=False)
+    record.requests.take_over(OrphanedRequests(URLS[0], None, ["b"], []), 0.0, is_reported=False)
     record.observe_state(EngineState(), 0)
     assert record.requests.tenants == {"b"}
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)

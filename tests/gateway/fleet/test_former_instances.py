@@ -14,7 +14,15 @@ from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined
+from tests.gateway.fleet.test_quarantine import (
+    BODY,
+    SECRET,
+    Clock,
+    engine,
+    is_quarantined,
+    note_death,
+    tenants_at_deaths,
+)
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
 
@@ -34,7 +42,7 @@ class Lives:
     def breaks(self, tenant: str, instance: str | None = "first") -> None:
         self.ends[tenant].close()
         self.clock.now += ONE_DEATH_SECONDS
-        self.quarantine.died(self.record, tenant, (), NamedBody(BODY), instance)
+        note_death(self.quarantine, self.record, tenant, instance=instance)
 
     def restarts(self) -> None:
         self.clock.now += ONE_DEATH_SECONDS
@@ -42,19 +50,8 @@ class Lives:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def quarantine(clock: Clock) -> Quarantine:
     return Quarantine(100.0, SECRET, clock=clock)
-
-
-def tenants(quarantine: Quarantine, tenant: str = "a") -> list[set[str]]:
-    """Return the tenants at each death of the tenant's request."""
-    key, *_ = quarantine.suspects(tenant, (), NamedBody(BODY)).result()
-    return [death.tenants for death in quarantine.deaths(key)]
 
 
 def test_a_tenant_whose_connection_breaks_last_is_not_blamed(quarantine: Quarantine, clock: Clock):
@@ -64,7 +61,7 @@ def test_a_tenant_whose_connection_breaks_last_is_not_blamed(quarantine: Quarant
         lives.breaks("b")
         lives.restarts()
         lives.breaks("a")
-    assert tenants(quarantine) == [{"a", "b"}, {"a", "b"}]
+    assert tenants_at_deaths(quarantine) == [{"a", "b"}, {"a", "b"}]
     assert not is_quarantined(quarantine)
     assert {death.instance for death in quarantine._deaths.recent()} == {"first"}
 
@@ -75,7 +72,7 @@ def test_a_tenant_whose_connection_breaks_last_is_not_blamed_before_the_restart(
         lives = Lives(quarantine, clock, url)
         lives.breaks("b")
         lives.breaks("a")
-    assert tenants(quarantine) == [{"a", "b"}, {"a", "b"}]
+    assert tenants_at_deaths(quarantine) == [{"a", "b"}, {"a", "b"}]
     assert not is_quarantined(quarantine)
 
 
@@ -109,9 +106,9 @@ def test_requests_that_were_left_on_the_next_instance_are_no_suspects(quarantine
     with lives.record.requests.count(None, "c", suspects=lambda: quarantine.suspects("c", (), NamedBody(BODY))):
         pass
     lives.breaks("a")
-    assert tenants(quarantine, "c") == []
+    assert tenants_at_deaths(quarantine, "c") == []
     lives.record.observe_state(EngineState(instance="third"), 0)
-    assert tenants(quarantine, "c") == [{"b", "c"}]
+    assert tenants_at_deaths(quarantine, "c") == [{"b", "c"}]
 
 
 def test_the_tenants_of_an_instance_that_drained_are_unknown_afterwards(quarantine: Quarantine, clock: Clock):
@@ -120,7 +117,7 @@ def test_the_tenants_of_an_instance_that_drained_are_unknown_afterwards(quaranti
     lives.record.mark_down("it finishes its requests and stops", Health.DRAINING)
     lives.restarts()
     lives.breaks("a")
-    assert tenants(quarantine) == [{"a", UNKNOWN_TENANTS}]
+    assert tenants_at_deaths(quarantine) == [{"a", UNKNOWN_TENANTS}]
 
 
 def test_an_unknown_instance_is_the_present_one(quarantine: Quarantine, clock: Clock):
@@ -130,8 +127,7 @@ def test_an_unknown_instance_is_the_present_one(quarantine: Quarantine, clock: C
     assert [death.instance for death in quarantine._deaths.recent()] == ["first", "second"]
 
 
-async def test_a_late_break_is_of_the_same_death_at_another_process(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+async def test_a_late_break_is_of_the_same_death_at_another_process(any_redis: Any, patient: None):
     processes, records = Processes(any_redis), dict[str, EngineRecord]()
     async with processes.one() as one, processes.one(on=records) as two:
         lives = Lives(one, processes.clock)
@@ -142,7 +138,7 @@ async def test_a_late_break_is_of_the_same_death_at_another_process(any_redis: A
         await one.reported()
 
         async def both_know() -> bool:
-            return all(tenants(each) == [{"a", "b"}] for each in (one, two))
+            return all(tenants_at_deaths(each) == [{"a", "b"}] for each in (one, two))
 
         await until(both_know)
         assert [len(each._deaths.recent()) for each in (one, two)] == [1, 1]

@@ -31,6 +31,7 @@ from tests.gateway.fleet.test_quarantine import (
     have_left,
     is_quarantined,
     leave,
+    note_death,
     restart,
 )
 
@@ -188,7 +189,7 @@ async def test_a_large_body_is_checked_beside_the_event_loop(large: dict[str, An
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for _ in range(2):
         die(quarantine, clock, engine(a=1))
-        quarantine.died(engine(a=1), "a", (), NamedBody(large))
+        quarantine.died(engine(a=1), "a", quarantine.suspects("a", (), NamedBody(large)))
         await quarantine.reported()
     threads = note_threads(monkeypatch)
     assert is_quarantined(quarantine)
@@ -261,7 +262,7 @@ async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypat
     monkeypatch.setattr("gateway.fleet.quarantine.REPORT_SECONDS", 60.0)
     large = {"prompt": "x" * 1001}
     for url in ("http://one:1", "http://two:1"):
-        bodies.quarantine.died(engine(url, a=1), "a", (), NamedBody(large))
+        bodies.quarantine.died(engine(url, a=1), "a", bodies.quarantine.suspects("a", (), NamedBody(large)))
     waits = asyncio.create_task(bodies.quarantine.reported())
     await asyncio.sleep(0.05)
     assert not waits.done()
@@ -321,7 +322,7 @@ def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
             record.mark_down("it finishes its requests and stops", Health.DRAINING)
         else:
             clock.now += ONE_DEATH_SECONDS
-            quarantine.died(record, "b", (), NamedBody(BODY | {"prompt": f"{clock.now}"}))
+            note_death(quarantine, record, "b", prompt=f"{clock.now}")
         die(quarantine, clock, record)
         record.observe_state(EngineState(instance=f"{clock.now}"), 0)
         assert record.requests.tenants == {"a"}

@@ -37,11 +37,6 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
     record = EngineRecord(parse_address(url))
     record.foreign_load, record.requests.by_tenant = others, Counter(tenants)
@@ -50,7 +45,26 @@ def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> Engine
 
 def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a", digests: Sequence[str] = ()) -> None:
     clock.now += ONE_DEATH_SECONDS
-    quarantine.died(at, tenant, digests, NamedBody(BODY))
+    note_death(quarantine, at, tenant, digests)
+
+
+def note_death(
+    quarantine: Quarantine,
+    record: EngineRecord,
+    tenant: str,
+    digests: Sequence[str] = (),
+    instance: str | None = None,
+    **body: Any,
+) -> None:
+    """Note that an engine died with a tenant's request. body: its fields that differ from BODY."""
+    names = quarantine.suspects(tenant, digests, NamedBody(BODY | body))
+    quarantine.died(record, tenant, names, instance)
+
+
+def tenants_at_deaths(quarantine: Quarantine, tenant: str = "a") -> list[set[str]]:
+    """Return the tenants at each death of the tenant's request."""
+    key, *_ = quarantine.suspects(tenant, (), NamedBody(BODY)).result()
+    return [death.tenants for death in quarantine.deaths(key)]
 
 
 def is_quarantined(quarantine: Quarantine, tenant: str = "a", digests: Sequence[str] = (), **body: Any) -> bool:
@@ -96,7 +110,7 @@ def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
     quarantine = Quarantine(100.0, SECRET, clock=clock)
     record = engine(a=5)
     for _ in range(5):
-        quarantine.died(record, "a", (), NamedBody(BODY))
+        note_death(quarantine, record, "a")
     assert not is_quarantined(quarantine)
 
 
@@ -240,7 +254,7 @@ def test_a_tenants_suspects_make_no_room_for_its_own_at_others_expense(clock: Cl
     quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine(a=1)
     die(quarantine, clock, record)
     for number in range(150):
-        quarantine.died(engine("http://two:1", b=1), "b", (), NamedBody(BODY | {"prompt": f"{number}"}))
+        note_death(quarantine, engine("http://two:1", b=1), "b", prompt=f"{number}")
     die(quarantine, clock, record)
     assert is_quarantined(quarantine)
     assert len(quarantine._deaths._of) == 100
@@ -251,7 +265,7 @@ def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     for number in range(LIMITS["adapter"]):
         assert not is_quarantined(quarantine, digests=["d"], prompt="never seen")
         clock.now += ONE_DEATH_SECONDS
-        quarantine.died(engine(a=1), "a", ["d", f"{number}"], NamedBody(BODY | {"prompt": f"{number}"}))
+        note_death(quarantine, engine(a=1), "a", ["d", f"{number}"], prompt=f"{number}")
     assert is_quarantined(quarantine, digests=["d"], prompt="never seen")
     assert is_quarantined(quarantine, digests=["c", "d"], prompt="never seen"), "a mixture with it"
     assert not is_quarantined(quarantine, digests=["e"], prompt="never seen")

@@ -19,13 +19,13 @@ def test_the_process_with_the_last_entry_announces(other: int, is_own: bool, is_
     for number in range(2):
         note(deaths, clock, f"e{number}", "v")
     entry = Entry((other,), "two", Report("e1", ["v"], [REQUEST]), 0.0)
-    log.reports([REQUEST])
+    log.note_own([REQUEST])
     if is_read_first:
-        log.read(entry)
-        log.sent([REQUEST], (2,))
+        log.note_other(entry)
+        log.note_sent([REQUEST], (2,))
     else:
-        log.sent([REQUEST], (2,))
-        log.read(entry)
+        log.note_sent([REQUEST], (2,))
+        log.note_other(entry)
     log.announce()
     assert counted == ["request"] * is_own
-    assert [held.suspect for held in log.take_begun()] == [REQUEST] * is_own
+    assert [period.suspect for period in log.take_begun()] == [REQUEST] * is_own

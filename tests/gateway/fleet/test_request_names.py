@@ -30,7 +30,7 @@ async def test_a_requests_names_are_computed_once(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(Quarantined):
             await quarantine.check("a", ["d"], body)
     clock.now += ONE_DEATH_SECONDS
-    quarantine.died(engine(a=1), "a", ["d"], body)
+    quarantine.died(engine(a=1), "a", quarantine.suspects("a", ["d"], body))
     assert quarantine.suspects("a", ["d"], body).result() == body.suspects
     assert len(hashed) == 1
 

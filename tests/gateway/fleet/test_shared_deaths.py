@@ -11,14 +11,11 @@ from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.shared_deaths import Report, SharedDeaths
 from testing.gateway.running import until
-from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined, note_death
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a busy machine from dropping a report by its time-out."""
-    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.mark.usefixtures("starts_servers")
@@ -161,7 +158,7 @@ async def test_the_death_of_a_kept_engine_waits_for_no_process(any_redis: Any):
         await processes.die(one, "http://kept:1")
         assert not is_quarantined(one), "the engine's own report has another process's request"
         processes.clock.now += ONE_DEATH_SECONDS
-        one.died(engine("http://kept:1", a=1), "a", (), NamedBody(BODY))
+        note_death(one, engine("http://kept:1", a=1), "a")
         assert is_quarantined(one)
 
 

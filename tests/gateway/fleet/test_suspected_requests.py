@@ -15,7 +15,7 @@ from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from testing.gateway.running import becomes, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, is_quarantined, note_death
 
 POISON = "what ends engines"
 # Time for which a double is down. Its deaths have instances, so they may follow each other within ONE_DEATH_SECONDS.
@@ -50,8 +50,8 @@ async def test_a_death_by_a_request_in_quarantine_makes_no_other_suspected():
     for _ in range(2):
         clock.now += 10.0
         record = engine(a=1, b=1)
-        quarantine.died(record, "a", (), NamedBody(BODY))
-        quarantine.died(record, "b", (), NamedBody(BODY))
+        note_death(quarantine, record, "a")
+        note_death(quarantine, record, "b")
     assert (await apart(quarantine), await apart(quarantine, tenant="b")) == ({"b"}, {"a"})
     assert not await quarantine.is_innocent("b", (), NamedBody(BODY))
     die(quarantine, clock, engine("http://two:1", a=1))
@@ -70,13 +70,13 @@ async def test_a_tenant_is_refused_after_four_deaths_by_its_requests_in_quaranti
         clock.now += 10.0
         record = engine(a=4, b=1)
         for number in range(4):
-            quarantine.died(record, "a", (), NamedBody(BODY | {"prompt": f"{number}"}))
-        quarantine.died(record, "b", (), NamedBody(BODY))
+            note_death(quarantine, record, "a", prompt=f"{number}")
+        note_death(quarantine, record, "b")
     for number in range(4):
         assert not is_quarantined(quarantine, prompt="another")
         assert await apart(quarantine, prompt=f"{number}") == {"b"}
         clock.now += 10.0
-        quarantine.died(engine(a=1), "a", (), NamedBody(BODY | {"prompt": f"{number}"}))
+        note_death(quarantine, engine(a=1), "a", prompt=f"{number}")
     with pytest.raises(Quarantined) as caught:
         await quarantine.check("a", (), NamedBody(BODY | {"prompt": "another"}))
     assert (caught.value.status, caught.value.code) == (422, "tenant_quarantined")
@@ -92,7 +92,7 @@ async def test_a_tenant_is_refused_after_four_deaths_by_its_requests_in_quaranti
 async def test_a_single_death_is_enough_if_the_tenant_has_another_request_in_quarantine():
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     clock.now += ONE_DEATH_SECONDS
-    quarantine.died(engine("http://two:1", a=1, b=1), "a", (), NamedBody(BODY | {"prompt": "another"}))
+    note_death(quarantine, engine("http://two:1", a=1, b=1), "a", prompt="another")
     die(quarantine, clock, engine(a=1))
     assert await apart(quarantine, prompt="another") == set()
     die(quarantine, clock, engine(a=1))
@@ -104,7 +104,7 @@ async def test_deaths_beside_others_quarantine_no_tenant():
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for number in range(20):
         clock.now += ONE_DEATH_SECONDS
-        quarantine.died(engine(a=1, b=1), "a", (), NamedBody(BODY | {"prompt": f"{number // 3}"}))
+        note_death(quarantine, engine(a=1, b=1), "a", prompt=f"{number // 3}")
     assert not is_quarantined(quarantine, prompt="another")
 
 

@@ -40,7 +40,7 @@ async def test_the_tenant_of_a_version_that_is_not_probed_gets_the_reason_and_th
         assert await answer() == (503, f"{text}the engine answered 500.", "1")
 
         def refuse(*_: object) -> None:
-            raise Quarantined("this adapter", "it is", 76.5)
+            raise Quarantined("this adapter", 76.5)
 
         monkeypatch.setattr(Quarantine, "check_adapter", refuse)
         died = "Engines died while they worked on this adapter; it is refused for 77 s."
