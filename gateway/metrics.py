@@ -174,7 +174,6 @@ class Metrics:
             "Refused requests without a row in the request log, because of its limits.",
         )
         self._over_budget: set[str] = set()
-        self._mismatched: set[tuple[str, str]] = set()
         self._num_wrong_keys = 0
         self._budget_used = self._gauge(
             "loraplex_gateway_budget_used_ratio",
@@ -302,15 +301,9 @@ class Metrics:
         self._loop_lag.set_function(last)
         self._loop_lag_max.set_function(longest)
 
-    def adapter_mismatch(self, engine: str, instance: str | None) -> None:
+    def adapter_mismatch(self, engine: str) -> None:
         """Count an answer with another adapter than the request's. engine: its URL."""
-        self._mismatched.add((engine, str(instance)))
         self._mismatches.labels(engine).inc()
-
-    def take_mismatched(self) -> set[tuple[str, str]]:
-        """Return the URLs and instances of engines with such answers since the last call."""
-        found, self._mismatched = self._mismatched, set()
-        return found
 
     def golden_checked(self, tenant_name: str, num_prompts: int, num_different: int) -> None:
         """Count a check of golden answers."""

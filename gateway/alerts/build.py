@@ -36,13 +36,15 @@ def build_alerts(resources: Resources, records: Records, serving: Serving) -> Al
     events, webhooks = Events(database), Webhooks(database)
     mailer = None if settings.smtp_url is None else Mailer(settings.smtp_url, settings.mail_from)
     sender = Sender(settings.key_pepper, mailer)
+    fleet_events = FleetEvents(events, records.tenants, resources.metrics, serving.quarantine)
+    serving.registry.on_mismatch = fleet_events.note_mismatch
     watch = Watch(
         events,
         Budgets(BudgetedTenants(database), Spending(database), records.changes),
         Leadership(database, "watch", WATCH_SECONDS),
         resources.metrics,
         lambda: serving.registry.engines,
-        FleetEvents(events, records.tenants, resources.metrics, serving.quarantine),
+        fleet_events,
     )
     return Alerts(
         events, webhooks, sender, Outbox(webhooks, Leadership(database, "outbox", OUTBOX_SECONDS), sender), watch

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gateway.fleet.deaths import QuarantinePeriod
+from gateway.fleet.engine import EngineRecord
 from gateway.fleet.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.bases.base import suspect_digest
@@ -35,9 +36,13 @@ class FleetEvents:
         self._mismatched: set[tuple[str, str]] = set()
         self._begun: list[QuarantinePeriod] = []
 
+    def note_mismatch(self, engine: EngineRecord) -> None:
+        """Count an answer with another adapter than the request's, and record it at the next look."""
+        self._metrics.adapter_mismatch(engine.url)
+        self._mismatched.add((engine.url, str(engine.state.instance)))
+
     async def look(self) -> None:
         """Record the events since the last look. Raises Unavailable."""
-        self._mismatched |= self._metrics.take_mismatched()
         for each in sorted(self._mismatched):
             url, instance = each
             data = {"engine": url, "instance": instance}

@@ -181,6 +181,7 @@ class EngineRecord:
     report. observed_at: time of its last new report (monotonic). mismatched: the instance that answered with another
     adapter than the request's. drained: an operator's drain, whatever its health. is_ending: whether its instance ends
     by intention. base: id of its base model; None if it is not on record. on_end: called when its instance has died.
+    on_mismatch: called for each answer with another adapter than the request's.
     """
 
     address: Address
@@ -202,6 +203,7 @@ class EngineRecord:
     is_ending: bool = False
     base: str | None = FIRST
     on_end: "Callable[[EngineRecord], None]" = lambda _: None
+    on_mismatch: "Callable[[EngineRecord], None]" = lambda _: None
 
     @property
     def url(self) -> str:
@@ -357,7 +359,8 @@ class EngineRecord:
         self._change(Health.MISCONFIGURED, reason)
 
     def mark_mismatched(self) -> None:
-        """Stop sending requests to the engine until it reports another instance."""
+        """Report an answer with another adapter, and stop sending requests to the engine until its next instance."""
+        self.on_mismatch(self)
         self.mismatched = str(self.state.instance)
         self.mark_misconfigured(MISMATCH)
 

@@ -52,6 +52,8 @@ class Registry:
         self._watch = watch
         # Called with an engine whose instance has died: it reports another one, or is down and no longer listed.
         self.on_end: Callable[[EngineRecord], None] = lambda _: None
+        # Called with an engine that answered with another adapter than the request's.
+        self.on_mismatch: Callable[[EngineRecord], None] = lambda _: None
         self._engines: dict[str, EngineRecord] = {}
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}
@@ -227,6 +229,10 @@ class Registry:
             engine.mark_down("it is no longer listed or announced", Health.DRAINING)
         for url, address in addresses.items():
             if url not in self._engines:
-                slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
-                drained = self._drained.get(url)
-                self._engines[url] = EngineRecord(address, slots=slots, drained=drained, on_end=self.on_end)
+                self._engines[url] = EngineRecord(
+                    address,
+                    slots=address.requests if address.traits.has_own_secret else DEFAULT_SLOTS,
+                    drained=self._drained.get(url),
+                    on_end=self.on_end,
+                    on_mismatch=self.on_mismatch,
+                )

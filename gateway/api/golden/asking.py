@@ -180,7 +180,6 @@ class Asking:
                 answering.end()
                 attempt_log.observe_answer(answer)
             except EngineMismatch:
-                self._metrics.adapter_mismatch(engine.url, engine.state.instance)
                 engine.mark_mismatched()
                 raise
         return GoldenAnswer(text=_text(answer), software=software)

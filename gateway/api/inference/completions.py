@@ -118,7 +118,7 @@ class Completions:
                 delivery = stack.enter_context(self._deliveries.open(request, account.principal.tenant.id))
                 async with self._time_limit(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
-                    stack.enter_context(self._mark_mismatch(answering.engine))
+                    stack.enter_context(_mark_mismatch(answering.engine))
                     self._admission.forms.served(call.tenant.id, request.get(FORM))
                     account.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                     if not asked.stream:
@@ -216,7 +216,7 @@ class Completions:
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):
-                    self._mismatched(answering.engine)
+                    answering.engine.mark_mismatched()
                 await self._accounting.close_and_wait(account, ending_after(error))
                 body = error_body(failure.message, failure.kind, failure.param, failure.code)
                 await _send(delivery, response, body)
@@ -256,21 +256,18 @@ class Completions:
         account.rate_end.is_handled = True
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
-    @contextmanager
-    def _mark_mismatch(self, engine: EngineRecord) -> Iterator[None]:
-        try:
-            yield
-        except EngineMismatch:
-            self._mismatched(engine)
-            raise
-
-    def _mismatched(self, engine: EngineRecord) -> None:
-        """Count an answer with the wrong adapter, and send its engine no requests until it is restarted."""
-        self._metrics.adapter_mismatch(engine.url, engine.state.instance)
-        engine.mark_mismatched()
-
     def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:
         return self._limit.of(account.principal, account.arrived)
+
+
+@contextmanager
+def _mark_mismatch(engine: EngineRecord) -> Iterator[None]:
+    """Send the engine no more requests if its answer is of another adapter than the request's."""
+    try:
+        yield
+    except EngineMismatch:
+        engine.mark_mismatched()
+        raise
 
 
 def _hold_back(account: Account, answering: Answering) -> None:

@@ -26,9 +26,14 @@ class Process:
     """A process' part of these events."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
-        self.metrics, self.clock = Metrics(), clock
+        self.clock = clock
         self.quarantine = Quarantine(600.0, SECRET, clock=clock)
-        self.events = FleetEvents(Events(database), Tenants(database), self.metrics, self.quarantine)
+        self.events = FleetEvents(Events(database), Tenants(database), Metrics(), self.quarantine)
+
+    def answers_wrongly(self, instance: str) -> None:
+        record = engine("http://e:1")
+        record.state.instance = instance
+        self.events.note_mismatch(record)
 
     def dies(self, tenant_id: str, prompt: str = "a secret", digests: tuple[str, ...] = ()) -> None:
         self.clock.now += 10.0
@@ -50,7 +55,7 @@ async def test_a_mismatch_is_one_event_of_each_instance(database: Database, cloc
     first, second = (Process(database, clock) for _ in range(2))
     for instance in ("one", "one", "two"):
         for process in (first, second):
-            process.metrics.adapter_mismatch("http://e:1", instance)
+            process.answers_wrongly(instance)
             await process.events.look()
     assert [(each.type, each.tenant, each.data) for each in await all_events(database)] == [
         ("engine.mismatch", None, {"engine": "http://e:1", "instance": "one"}),
@@ -117,7 +122,7 @@ async def test_events_that_the_database_did_not_take_are_recorded_later(
 ):
     acme = await Tenants(database).create("acme", {}, "a")
     process = Process(database, clock)
-    process.metrics.adapter_mismatch("http://e:1", "one")
+    process.answers_wrongly("one")
     for _ in range(LIMITS["request"]):
         process.dies(acme.id)
 
