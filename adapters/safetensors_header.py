@@ -18,7 +18,7 @@ DTYPE_BYTES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 8),
 }
-# Bounds sums and products of a header's numbers.
+# Largest size or place in a header; no file is longer.
 _MAX_SIZE = (1 << 48) - 1
 
 
@@ -60,9 +60,9 @@ def read_header(
 ) -> list[Entry]:
     """Return all tensors of a safetensors file in the order of their data, which must fill the file without a gap.
 
-    file: at its beginning. size: the file's, in bytes. max_bytes: the longest header that is parsed, in whole MiB.
-    check_served: receives each tensor's name, dtype and shape as the header states them, before they are checked, and
-    raises the caller's error for a tensor that the caller does not serve. Raises HeaderError.
+    file: at its beginning. size: the file's, in bytes. max_bytes: size of the longest header that is parsed, a multiple
+    of 1 MiB. check_served: receives each tensor's name, dtype and shape as the header states them, before they are
+    checked, and raises the caller's error for a tensor that the caller does not serve. Raises HeaderError.
     """
     begin, header = _read_json(file, size, max_bytes)
     entries = []
@@ -136,8 +136,15 @@ def _entry(name: str, value: dict[str, Any], begin: int) -> Entry:
         raise HeaderError(f"expected the name of a dtype, got {quoted(dtype)}", name)
     if not are_sizes(shape):
         raise HeaderError(f"expected a shape of whole numbers from 0 to {_MAX_SIZE}, got {quoted(shape)}", name)
-    width = DTYPE_BYTES.get(dtype)
-    start, end = offsets if are_sizes(offsets) and len(offsets) == 2 else (0, -1)
-    if end < start or (width is not None and end - start != math.prod(shape) * width):
+    if not _fit(offsets, shape, DTYPE_BYTES.get(dtype)):
         raise HeaderError(f"its data_offsets {quoted(offsets)} do not fit shape {quoted(shape)} in {dtype}", name)
+    start, end = offsets
     return Entry(name, tuple(shape), dtype, begin + start, end - start)
+
+
+def _fit(offsets: Any, shape: list[int], width: int | None) -> bool:
+    """Return whether a tensor's offsets are its start and end. width: bytes of one of its numbers, None if unknown."""
+    if not are_sizes(offsets) or len(offsets) != 2:
+        return False
+    num_bytes = offsets[1] - offsets[0]
+    return num_bytes >= 0 if width is None else num_bytes == math.prod(shape) * width

@@ -31,7 +31,8 @@ from gateway.fleet.shared_service import interval
 # (`engine/http/state_feed.py`).
 REPORTS, USUAL_FOLLOWERS = 20, 16
 # CPU seconds of a request's HTTP and everything else in a process (docs/perf/2026-11-30-scale.md), and rows a second of
-# the ledger on PostgreSQL with two cores (docs/perf/2026-11-27-usage-partitions.md).
+# the ledger on PostgreSQL with two hyperthreads (docs/perf/2026-11-27-usage-partitions.md). Two whole cores take 3,472
+# (docs/perf/2026-11-30-usage-100-million.md).
 HTTP_SECONDS, LEDGER_ROWS = 1.44e-3, 1964
 # Readings per second of the changes of keys and names.
 READINGS = 10

@@ -4,7 +4,8 @@ Each simulated gateway process has its own `EngineRecord` of every engine, `Rate
 `ServiceCounters`, and chooses engines by `choose_in`, or by `choose` among all engines. `LocalLimits`, the twin of
 `quota.lua`, stands for Redis. A simulated engine runs SLOTS requests, loads one adapter at a time beside them and
 evicts by `UseCounts`. A request takes a place for its time, which follows from its prompt and output, so a simulated
-engine has no steps. The network takes no time. The same seed gives the same result."""
+engine has no steps. The network takes no time. The same seed gives the same result.
+"""
 
 import asyncio
 import itertools

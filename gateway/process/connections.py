@@ -41,7 +41,7 @@ OTHER_DESCRIPTORS = 1024 + MAX_WAITING
 
 
 def allow_descriptors(connections: int) -> None:
-    """Prepare the process for so many connections: its limit of open files, within the hard limit, and their table."""
+    """Raise the limit of open files, within the hard one, and grow the table of descriptors for so many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -58,8 +58,8 @@ def allow_descriptors(connections: int) -> None:
 def _grow_table(size: int) -> None:
     """Let the kernel make room for so many descriptors now.
 
-    Linux doubles a process's table when it is full, and the call that fills it, such as `accept`, waits until all cores
-    have passed a quiet state (RCU): 8 to 20 ms. The first burst of 500 connections stalled the event loop four times.
+    Linux doubles a process's table when it is full, and the call that fills it, such as `accept`, waits for an RCU
+    grace period: 7 to 20 ms. The first burst of 500 connections stalled the event loop four times.
     """
     with open(os.devnull) as file:
         os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, size - 1))

@@ -10,6 +10,8 @@ RETRY_SECONDS = 2.0
 
 
 class LateSettlements:
+    """Settlements of one gateway process that wait for Redis. store: the quota's, in Redis."""
+
     def __init__(self, store: QuotaStore) -> None:
         self._store = store
         # Tenant id -> request id -> (tokens, cost, requests) used.

@@ -11,11 +11,11 @@ COLUMNS = ("kind", "tenant", "adapter", "engines", "began_at", "ends_at")
 
 @click.group()
 def quarantine() -> None:
-    """List requests, adapters and tenants that are refused because engines died with them, and end that."""
+    """List requests, adapters and tenants that are refused because engines died, and end a tenant's quarantine."""
 
 
 @quarantine.command("list", epilog=examples("loraplex quarantine list", "loraplex quarantine list --tenant acme"))
-@click.option("--tenant", help="Only what is of this tenant; default: of all.")
+@click.option("--tenant", help="Only quarantines of this tenant; default: all.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Maximum entries.")
 @json_option
 @admin_options
@@ -35,7 +35,7 @@ def list_all(tenant: str | None, limit: int, as_json: bool, gateway: Gateway) ->
 @click.argument("tenant")
 @admin_options
 def clear(tenant: str, gateway: Gateway) -> None:
-    """End the quarantine of all that is TENANT's, at every gateway, and forget the deaths that led to it.
+    """End the quarantine of TENANT, its requests and its adapters at every gateway, and forget the deaths before.
 
     Do this once the cause is removed: the same request may kill as many engines again before it is refused.
     """

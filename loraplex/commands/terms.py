@@ -76,11 +76,11 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def term_names(options: Sequence[str]) -> list[str]:
+def term_names(typed_names: Sequence[str]) -> list[str]:
     """Return the terms' names in the API; `all` gives every term."""
     from gateway.records.tenants.terms import FIELDS
 
-    names = [name.replace("-", "_") for name in options]
+    names = [name.replace("-", "_") for name in typed_names]
     return list(FIELDS) if names == [ALL] else names
 
 

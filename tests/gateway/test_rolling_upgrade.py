@@ -28,7 +28,7 @@ from testing.gateway.upstream import TOKEN, Upstream
 from testing.stack import ROOT
 
 # Earlier commits, and whether their gateways start on a newer schema: before `schema_support`; with schema 0019 and an
-# earlier script; with schema 0022; of 30 November 2026, with other reports of engines' deaths in Redis.
+# earlier script; with schema 0022; of 30 November 2026, whose reports of engines' deaths in Redis have fewer fields.
 BEFORE = {"d71ef5c9": False, "26554fec": False, "8032235b": True, "a31fc4a9": True}
 CLIENTS = 12
 LIMITS = {"budget_per_month": 10**12, "max_concurrent": 200, "requests_per_minute": 10**6, "tokens_per_minute": 10**8}

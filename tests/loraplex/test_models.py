@@ -172,8 +172,8 @@ def test_packages_of_the_conversion_that_are_missing_are_named_before_the_downlo
     said: list[str] = []
     with pytest.raises(ModelError) as error:
         ensure_demo_model(tmp_path, said.append)
-    expected = "the demo model needs transformers, not installed; in Loraplex's checkout: pip install -e '.[demo]'"
-    assert str(error.value) == expected
+    expected = "the demo model needs packages that are not installed: transformers; in Loraplex's checkout: "
+    assert str(error.value) == f"{expected}pip install -e '.[demo]'"
     assert said == []
     assert damaged.exists()
 

@@ -7,7 +7,8 @@ from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
 from gateway.records.requests.refusal_report import Cause
 from wire.error_codes import ENGINE_SHARE_USED
 
-# Advice by the class of the limit, and by the code of a refusal without a limit.
+# Advice by the class of the limit, and by the code of a refusal without a limit. Codes by which a program decides are
+# constants; the others are only shown.
 ADVICE = {
     "requests": "The client should wait as long as Retry-After says, or the limit should be raised.",
     "tokens": "Fewer or shorter requests, a smaller max_tokens or a higher limit would help; see the tokens below.",

@@ -98,7 +98,8 @@ def reason(entry: LogEntry, currency: str) -> str:
     )
 
 
-# Sentences about errors without a limit, by their code.
+# Sentences about errors without a limit, by their code. Codes by which a program decides are constants; the others are
+# only shown.
 EXPLANATIONS = {
     "insufficient_permissions": "The key does not have the scope that the route needs.",
     "model_not_allowed": "The key is limited to some models, and this one is not among them.",

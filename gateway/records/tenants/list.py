@@ -136,17 +136,15 @@ class TenantLists:
         async with self._database.read() as connection:
             return await read_rows(connection, found.order_by(tenants.c.id), read_tenant)
 
-    async def months(self, tenants: Sequence[Tenant], now: datetime | None = None) -> dict[str, TenantMonth]:
+    async def months(self, listed: Sequence[Tenant], now: datetime | None = None) -> dict[str, TenantMonth]:
         """Return the month of each tenant by its id."""
         now = now or datetime.now(UTC)
-        ids = [tenant.id for tenant in tenants]
+        ids = [tenant.id for tenant in listed]
         sums, used = await self._sums(now, ids), _used(api_keys.c.tenant_id.in_(ids))
         async with self._database.read() as connection:
             spent = {row.tenant_id: row for row in (await connection.execute(select(sums))).all()}
             uses = {row.tenant_id: row.used_at for row in (await connection.execute(select(used))).all()}
-        made = await in_pieces(
-            tenants, lambda each: (each.id, _month(each, spent.get(each.id), uses.get(each.id), now))
-        )
+        made = await in_pieces(listed, lambda each: (each.id, _month(each, spent.get(each.id), uses.get(each.id), now)))
         return dict(made)
 
     async def over_budget(self, part: float, limit: int) -> list[tuple[str, BudgetUse]]:

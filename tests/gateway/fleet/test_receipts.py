@@ -66,6 +66,12 @@ async def test_another_adapters_answer_is_thrown_away_and_its_engine_taken_out(
     assert (await acme.complete()).error["code"] == "no_engine"
     # Further pushes of its state change nothing; a restart does.
     upstream.receipt, upstream.running = True, 7
+
+    async def is_pushed() -> bool:
+        [shown] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        return bool(shown["state"]["running"] == 7)
+
+    await until(is_pushed)
     await gateway.engines_up(0)
     upstream.instance = "two"
     await gateway.engines_up(1)

@@ -50,7 +50,7 @@ def still_open(held: list[Connection]) -> list[bool]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux shows the size of the table")
 def test_the_table_of_descriptors_has_room_for_all_connections_from_the_start():
-    """The kernel enlarges a full table while `accept` waits, for 8 to 20 ms."""
+    """The kernel enlarges a full table while `accept` waits, for 7 to 20 ms."""
     lines = (
         "from gateway.process.connections import allow_descriptors",
         "allow_descriptors(5000)",
