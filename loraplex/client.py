@@ -147,20 +147,20 @@ class GatewayClient:
         await self.call("DELETE", named_path("/admin/api/tenants", name))
 
     async def create_key(
-        self, tenant: str | None, *, tenants_own: bool = False, force: bool = False, **fields: Any
+        self, tenant: str | None, *, as_tenant: bool = False, force: bool = False, **fields: Any
     ) -> dict[str, Any]:
-        """Create a key. tenant: None for an operator's key or, if `tenants_own`, a key of the calling tenant."""
-        return await self.call("POST", keys_path(tenant, tenants_own), json=fields, params=force_query(force))
+        """Create a key. tenant: None for an operator's key or, if `as_tenant`, a key of the calling tenant."""
+        return await self.call("POST", keys_path(tenant, as_tenant), json=fields, params=force_query(force))
 
-    async def keys(self, tenant: str | None, *, tenants_own: bool = False) -> list[dict[str, Any]]:
-        return await self.listed(keys_path(tenant, tenants_own))
+    async def keys(self, tenant: str | None, *, as_tenant: bool = False) -> list[dict[str, Any]]:
+        return await self.listed(keys_path(tenant, as_tenant))
 
-    async def rotate_key(self, key_id: str, grace_seconds: int, *, tenants_own: bool = False) -> dict[str, Any]:
-        path = named_path(keys_path(None, tenants_own), key_id) + "/rotate"
+    async def rotate_key(self, key_id: str, grace_seconds: int, *, as_tenant: bool = False) -> dict[str, Any]:
+        path = named_path(keys_path(None, as_tenant), key_id) + "/rotate"
         return await self.call("POST", path, json={"grace_seconds": grace_seconds})
 
-    async def revoke_key(self, key_id: str, *, tenants_own: bool = False) -> None:
-        await self.call("DELETE", named_path(keys_path(None, tenants_own), key_id))
+    async def revoke_key(self, key_id: str, *, as_tenant: bool = False) -> None:
+        await self.call("DELETE", named_path(keys_path(None, as_tenant), key_id))
 
     async def version(self) -> str:
         return (await self.call("GET", "/admin/api/version"))["version"]
@@ -323,9 +323,9 @@ class GatewayClient:
                 return page | {"data": groups}
             query = query | {"after": following}
 
-    async def audit(self, *, tenants_own: bool = False, **query: Any) -> Any:
-        """Return a page of the audit log. query: the route's parameters. tenants_own: only the key's own tenant."""
-        return await self.call("GET", "/v1/audit" if tenants_own else "/admin/api/audit", params=query)
+    async def audit(self, *, as_tenant: bool = False, **query: Any) -> Any:
+        """Return a page of the audit log. query: the route's parameters. as_tenant: only the key's own tenant."""
+        return await self.call("GET", "/v1/audit" if as_tenant else "/admin/api/audit", params=query)
 
     async def plans(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/plans")

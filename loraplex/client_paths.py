@@ -44,7 +44,7 @@ def alias_path(tenant: str | None, alias: Reference) -> str:
     return f"{named_path(adapters_path(tenant), alias.name)}/aliases/{alias.alias}"
 
 
-def keys_path(tenant: str | None, tenants_own: bool) -> str:
-    if tenants_own:
+def keys_path(tenant: str | None, as_tenant: bool) -> str:
+    if as_tenant:
         return "/v1/keys"
     return "/admin/api/keys" if tenant is None else named_path("/admin/api/tenants", tenant) + "/keys"

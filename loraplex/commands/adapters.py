@@ -108,7 +108,7 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
 @tenant_options(or_all=True)
 def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway: Gateway) -> None:
     """List the adapters of a tenant, or as an operator of all tenants with their use."""
-    is_of_all = tenant is None and not gateway.tenants_own
+    is_of_all = tenant is None and not gateway.as_tenant
     if idle is not None and not is_of_all:
         raise click.UsageError("--idle: only for the list of all tenants, without --tenant and with the admin key")
     which = {} if idle is None else {"idle_days": idle_days(idle)}

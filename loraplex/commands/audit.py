@@ -63,11 +63,11 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")
     asked = given(query)
-    if gateway.tenants_own and (refused := asked.keys() & {"actor", "not_action"}):
+    if gateway.as_tenant and (refused := asked.keys() & {"actor", "not_action"}):
         raise click.UsageError(f"--{min(refused).replace('_', '-')} is for operators")
     if "not_action" in asked:
         asked["not_action"] = ",".join(asked["not_action"])
-    answer = gateway.run(lambda client: client.audit(tenants_own=gateway.tenants_own, **asked))
+    answer = gateway.run(lambda client: client.audit(as_tenant=gateway.as_tenant, **asked))
     if as_json:
         print_json(answer)
         return
@@ -76,7 +76,7 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
     else:
         rows = [_shown(row) for row in answer["data"]]
         print_table(rows, ("changed_at", "action", "tenant", "target", "actor", "address", "request", "detail"))
-    if answer["next"] if gateway.tenants_own else answer["has_more"]:
+    if answer["next"] if gateway.as_tenant else answer["has_more"]:
         click.echo(f"older entries: --after {answer['data'][-1]['id']}", err=True)
 
 

@@ -132,11 +132,11 @@ def examples(*lines: str) -> str:
 
 @dataclass(frozen=True)
 class Gateway:
-    """The gateway's URL and the key to use. tenants_own: the key is a tenant's own, not an operator's."""
+    """The gateway's URL and the key to use. as_tenant: the key is a tenant's own, not an operator's."""
 
     url: str
     key: str
-    tenants_own: bool = False
+    as_tenant: bool = False
 
     def run(self, work: "Callable[[GatewayClient], Awaitable[T]]") -> T:
         from loraplex.client import GatewayClient, GatewayError
@@ -248,7 +248,7 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
 def own_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an operator's command that a tenant may use for itself, with --api-key.
 
-    The command receives `gateway`; `gateway.tenants_own` is true unless TENANT, --admin or an operator's key is given.
+    The command receives `gateway`; `gateway.as_tenant` is true unless TENANT, --admin or an operator's key is given.
     """
 
     @click.option(
@@ -261,7 +261,7 @@ def own_options(command: Callable[..., None]) -> Callable[..., None]:
     def found(gateway: str | None, api_key: str | None, admin_key: str | None, data_dir: Path, **options: Any) -> None:
         is_operator = admin_key is not None or options.get("tenant") is not None or options.get("admin", False)
         if api_key is not None and not is_operator:
-            where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
+            where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), as_tenant=True)
         else:
             where = find_gateway(gateway, admin_key, data_dir)
         command(gateway=where, **options)
@@ -297,7 +297,7 @@ def tenant_options(*, or_all: bool = False) -> Callable[[Callable[..., None]], C
             if tenant is None and api_key is None and not or_all:
                 raise click.UsageError("expected --tenant NAME (as an operator) or --api-key KEY (as the tenant)")
             if tenant is None and api_key is not None:
-                where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
+                where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), as_tenant=True)
             else:
                 where = find_gateway(gateway, admin_key, data_dir)
             command(tenant=tenant, gateway=where, **options)

@@ -32,7 +32,7 @@ def _read_id(_: click.Context, __: click.Parameter, text: str) -> str:
 
 
 def _check_owner(tenant: str | None, admin: bool, gateway: Gateway) -> None:
-    if not gateway.tenants_own and (tenant is None) != admin:
+    if not gateway.as_tenant and (tenant is None) != admin:
         raise click.UsageError("expected TENANT, or --admin for an operator's key, or --api-key as the tenant")
 
 
@@ -71,7 +71,7 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
     """
     _check_owner(tenant, admin, gateway)
     made = gateway.run(
-        lambda client: client.create_key(tenant, tenants_own=gateway.tenants_own, force=force, **given(fields))
+        lambda client: client.create_key(tenant, as_tenant=gateway.as_tenant, force=force, **given(fields))
     )
     _print_once(made)
 
@@ -84,7 +84,7 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
 def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
     """List TENANT's keys, or with --api-key those of that key's tenant, without their secrets."""
     _check_owner(tenant, admin, gateway)
-    rows = gateway.run(lambda client: client.keys(tenant, tenants_own=gateway.tenants_own))
+    rows = gateway.run(lambda client: client.keys(tenant, as_tenant=gateway.as_tenant))
     if as_json:
         print_json(rows)
         return
@@ -109,7 +109,7 @@ def update(key_id: str, gateway: Gateway, **fields: Any) -> None:
     changes = given(fields)
     if not changes:
         raise click.UsageError("expected a value to change; --help lists them")
-    path = f"{'/v1/keys' if gateway.tenants_own else '/admin/api/keys'}/{quote(key_id, safe='')}"
+    path = f"{'/v1/keys' if gateway.as_tenant else '/admin/api/keys'}/{quote(key_id, safe='')}"
     gateway.run(lambda client: client.call("PATCH", path, json=changes))
     click.echo(f"updated key {key_id}: {', '.join(changes)}")
 
@@ -121,7 +121,7 @@ def update(key_id: str, gateway: Gateway, **fields: Any) -> None:
 def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
     """Replace the key with this id by a new one with the same permissions. Only the new key is printed on stdout."""
     made = gateway.run(
-        lambda client: client.rotate_key(key_id, int(grace.total_seconds()), tenants_own=gateway.tenants_own)
+        lambda client: client.rotate_key(key_id, int(grace.total_seconds()), as_tenant=gateway.as_tenant)
     )
     _print_once(made)
 
@@ -131,7 +131,7 @@ def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
 @own_options
 def revoke(key_id: str, gateway: Gateway) -> None:
     """Revoke the key with this id. It is refused within a second, and its running streams end."""
-    gateway.run(lambda client: client.revoke_key(key_id, tenants_own=gateway.tenants_own))
+    gateway.run(lambda client: client.revoke_key(key_id, as_tenant=gateway.as_tenant))
     click.echo(f"revoked key {key_id}")
 
 

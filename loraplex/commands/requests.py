@@ -66,15 +66,15 @@ def requests(as_csv: bool, as_json: bool, follow: bool, tenant: str | None, gate
     """
     if as_csv and (as_json or follow):
         raise click.UsageError("give --csv alone, without --json and --follow")
-    if gateway.tenants_own and query["engine"] is not None:
+    if gateway.as_tenant and query["engine"] is not None:
         raise click.UsageError("--engine is for operators; a tenant's key does not see engines")
     query |= {"tenant": tenant, "min_latency_ms": query.pop("min_latency")}
     if query["status"] is not None:
         query["status"] = ",".join(query["status"])
     if follow:
-        gateway.run(lambda client: _follow(client, gateway.tenants_own, given(query), as_json))
+        gateway.run(lambda client: _follow(client, gateway.as_tenant, given(query), as_json))
         return
-    answer = gateway.run(lambda client: client.call("GET", _path(gateway.tenants_own), params=given(query)))
+    answer = gateway.run(lambda client: client.call("GET", _path(gateway.as_tenant), params=given(query)))
     if as_csv:
         _print_csv(answer["data"])
     elif as_json:
@@ -102,7 +102,7 @@ def stories() -> None:
 @tenant_options(or_all=True)
 def show(request_id: str, as_json: bool, tenant: str | None, gateway: Gateway) -> None:
     """Show the full record of the request ID; also accepts the id of its answer."""
-    path = f"{_path(gateway.tenants_own)}/{quote(request_id, safe='')}"
+    path = f"{_path(gateway.as_tenant)}/{quote(request_id, safe='')}"
     story = gateway.run(lambda client: client.call("GET", path))
     if tenant is not None and story["tenant"] != tenant:
         raise click.ClickException(f"the request is not of the tenant {tenant}")
@@ -121,13 +121,13 @@ def show(request_id: str, as_json: bool, tenant: str | None, gateway: Gateway) -
         click.echo(f"{step['name'] + ':':<20}{step['start_ms']} to {step['end_ms']} ms ({length} ms)")
 
 
-async def _follow(client: "GatewayClient", tenants_own: bool, query: dict[str, Any], as_json: bool) -> None:
+async def _follow(client: "GatewayClient", as_tenant: bool, query: dict[str, Any], as_json: bool) -> None:
     """Print the newest requests, then new ones as they end, until cancelled."""
     first = True
     seen: set[str] = set()
     while True:
         params = query | {"limit": max(FOLLOWED, query["limit"])}
-        page = await client.call("GET", _path(tenants_own), params=params)
+        page = await client.call("GET", _path(as_tenant), params=params)
         rows = page["data"]
         new = [row for row in rows if row["request_id"] not in seen]
         seen = {row["request_id"] for row in rows} | (seen if len(seen) < 20 * FOLLOWED else set())
@@ -137,9 +137,9 @@ async def _follow(client: "GatewayClient", tenants_own: bool, query: dict[str, A
         await asyncio.sleep(FOLLOW_SECONDS)
 
 
-def _path(tenants_own: bool) -> str:
-    """Return the path of the request log. tenants_own: the one for the calling tenant."""
-    return "/v1/requests" if tenants_own else "/admin/api/requests"
+def _path(as_tenant: bool) -> str:
+    """Return the path of the request log. as_tenant: the one for the calling tenant."""
+    return "/v1/requests" if as_tenant else "/admin/api/requests"
 
 
 def _print_line(row: dict[str, Any], as_json: bool) -> None:

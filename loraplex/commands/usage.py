@@ -97,8 +97,8 @@ def usage(
     if shown["export"] is not None or shown["out"] is not None:
         _export(gateway, query, shown)
         return
-    answer = gateway.run(lambda client: client.own_usage(**query) if gateway.tenants_own else client.usage(**query))
-    is_overview = tenant is None and not gateway.tenants_own and not PERIODS.keys() & set(by) and not shown["as_csv"]
+    answer = gateway.run(lambda client: client.own_usage(**query) if gateway.as_tenant else client.usage(**query))
+    is_overview = tenant is None and not gateway.as_tenant and not PERIODS.keys() & set(by) and not shown["as_csv"]
     order = shown["sort"] or ("cost" if shown["top"] or is_overview else None)
     if order is not None:
         answer["data"].sort(key=SORTS[order])
@@ -117,7 +117,7 @@ def usage(
             row["tenant"] += " (deleted)" if row["deleted"] else ""
         total = {"tenant": "TOTAL"} | _shown(answer["total"], answer["currency"])
         print_table([*rows, total], ("tenant", *told_apart, *SUMMED[:-1], f"cost_{answer['currency']}"))
-        budget = gateway.run(lambda client: client.own_key())["budget"] if gateway.tenants_own else None
+        budget = gateway.run(lambda client: client.own_key())["budget"] if gateway.as_tenant else None
         if budget is not None:
             click.echo(budget_text(budget), err=True)
 
@@ -128,7 +128,7 @@ def _export(gateway: Gateway, query: dict[str, Any], shown: dict[str, Any]) -> N
         raise click.UsageError("--export and --out need each other")
     if others := [name for name in ("as_csv", "as_json", "sort", "top") if shown[name]]:
         raise click.UsageError(f"--{others[0].removeprefix('as_')} does not apply to --export")
-    if gateway.tenants_own:
+    if gateway.as_tenant:
         raise click.UsageError("--export is for operators; a tenant's key has --csv and --json")
     save(gateway, "/admin/api/usage/export", query | {"format": shown["export"]}, shown["out"])
 

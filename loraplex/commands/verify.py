@@ -39,7 +39,7 @@ def verify(
     """
     if all_ready == (version is not None):
         raise click.UsageError("expected a version like pirate@3, or --all")
-    if engine is not None and gateway.tenants_own:
+    if engine is not None and gateway.as_tenant:
         raise click.UsageError("--engine needs an operator's key")
     found = gateway.run(lambda client: _verify(client, tenant, version, engine))
     if as_json:

@@ -70,7 +70,7 @@ class TenantAdapterList(Struct, frozen=True, kw_only=True):
 class AdapterIntake:
     """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it.
 
-    copies: runs long copies of content that does not arrive with the request. store_threads: runs the store's calls.
+    copies: runs long copies of content that does not arrive with the request. store_calls: runs the store's calls.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdapterIntake:
         self._idempotency = idempotency
         self._checker = Checker(rules.max_bytes, served)
         self.copies = Copies()
-        self.store_threads = BlockingCalls("upload-store")
+        self.store_calls = BlockingCalls("upload-store")
 
     async def push(
         self,
@@ -192,7 +192,7 @@ class AdapterIntake:
         """Add the version and publish its content."""
         tenant, base = caller.tenant, checked.base
         await self._catalog.check_declared(tenant, checked.num_bytes, upload_id)
-        in_thread = partial(self.store_threads.run, caller.owner)
+        in_thread = partial(self.store_calls.run, caller.owner)
         await in_thread(self._store.stage, checked.folder, checked.digest)
 
         async def publish() -> None:

@@ -188,7 +188,7 @@ class ResumableUploads:
     async def _add_part(
         self, caller: AdapterCaller, upload_id: str, start: int, size: int, place: Workplace
     ) -> PartialUpload:
-        part_id, in_thread = uuid.uuid4().hex, partial(self._intake.store_threads.run, caller.owner)
+        part_id, in_thread = uuid.uuid4().hex, partial(self._intake.store_calls.run, caller.owner)
         try:
             await in_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
             return await self._uploads.add_part(caller.tenant, upload_id, start, size, part_id)
@@ -249,7 +249,7 @@ class ResumableUploads:
 
         async def remove() -> None:
             await self._uploads.remove(upload_id)
-            await self._intake.store_threads.run(caller.owner, self._store.parts.remove_upload, upload_id)
+            await self._intake.store_calls.run(caller.owner, self._store.parts.remove_upload, upload_id)
 
         await run_to_end(remove())
 
