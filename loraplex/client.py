@@ -149,7 +149,7 @@ class GatewayClient:
     async def create_key(
         self, tenant: str | None, *, as_tenant: bool = False, force: bool = False, **fields: Any
     ) -> dict[str, Any]:
-        """Create a key. tenant: None for an operator's key or, if `as_tenant`, a key of the calling tenant."""
+        """Create a key. tenant: None for an operator's key, or with `as_tenant` for the calling tenant's."""
         return await self.call("POST", keys_path(tenant, as_tenant), json=fields, params=force_query(force))
 
     async def keys(self, tenant: str | None, *, as_tenant: bool = False) -> list[dict[str, Any]]:

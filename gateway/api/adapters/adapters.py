@@ -70,7 +70,8 @@ class TenantAdapterList(Struct, frozen=True, kw_only=True):
 class AdapterIntake:
     """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it.
 
-    copies: runs long copies of content that does not arrive with the request. store_calls: runs the store's calls.
+    copies: runs long copies of content that does not arrive with the request. disk_calls, store_calls: run the blocking
+    calls of the spool's disk and of the store in threads.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class AdapterIntake:
         self._idempotency = idempotency
         self._checker = Checker(rules.max_bytes, served)
         self.copies = Copies()
-        self.store_calls = BlockingCalls("upload-store")
+        self.disk_calls, self.store_calls = BlockingCalls("upload-disk"), BlockingCalls("upload-store")
 
     async def push(
         self,
@@ -133,8 +134,8 @@ class AdapterIntake:
         """
         self._checker.check_refused(caller.owner)
         with storing(self._rules.seconds):
-            spool = self._store.spool()
-            async with asyncio.timeout(self._rules.seconds), Workplace.open(spool, caller.owner) as place:
+            opening = Workplace.open(self._store.spool(), caller.owner, self.disk_calls)
+            async with asyncio.timeout(self._rules.seconds), opening as place:
                 named = await receive(place)
                 checked = await self._check(place, caller, named)
                 content = (upload_id or f"{named.name} {checked.digest} {checked.base.id}").encode()

@@ -42,7 +42,6 @@ UPLOAD_BYTES_PER_SECOND = 64 * 2**20
 # Shorter waits are added to the next one.
 MIN_WAIT_SECONDS = 0.02
 T = TypeVar("T")
-_DISK = BlockingCalls("upload-disk")
 _RATE = ByteRate(UPLOAD_BYTES_PER_SECOND)
 
 
@@ -73,11 +72,12 @@ class Workplace:
 
     _closing: ClassVar[set[asyncio.Task[None]]] = set()
 
-    def __init__(self, spool: Spool, owner: str) -> None:
-        """owner: a tenant's id, or OPERATOR."""
+    def __init__(self, spool: Spool, owner: str, disk: BlockingCalls) -> None:
+        """owner: a tenant's id, or OPERATOR. disk: runs the calls that use the spool's disk."""
         self.folder = spool.folder
         self._spool = spool
         self._owner = owner
+        self._disk = disk
         self._work: set[asyncio.Future[Any]] = set()
         self._files: list[BinaryIO] = []
 
@@ -89,7 +89,7 @@ class Workplace:
 
     async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
         """Run a blocking call in a thread, to its end even if the caller is cancelled."""
-        return await self.finish(_DISK.run(self._owner, do, *arguments))
+        return await self.finish(self._disk.run(self._owner, do, *arguments))
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work to its end even if the caller is cancelled."""
@@ -110,7 +110,7 @@ class Workplace:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._work, return_exceptions=True)
-        await _DISK.run(self._owner, self._remove)
+        await self._disk.run(self._owner, self._remove)
 
     def _remove(self) -> None:
         for file in self._files:
@@ -120,9 +120,9 @@ class Workplace:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spool: Spool, owner: str) -> AsyncIterator["Workplace"]:
+    async def open(cls, spool: Spool, owner: str, disk: BlockingCalls) -> AsyncIterator["Workplace"]:
         """Create the folder, and remove it at the end of the block. Raises OSError."""
-        place = cls(spool, owner)
+        place = cls(spool, owner, disk)
         try:
             await place.in_thread(spool.make)
             yield place

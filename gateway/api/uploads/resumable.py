@@ -182,7 +182,8 @@ class ResumableUploads:
     async def _place(self, owner: str) -> AsyncIterator[Workplace]:
         """Open a folder for a part. Raises TooSlow, Unavailable."""
         with storing(self._rules.seconds):
-            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool(), owner) as place:
+            opening = Workplace.open(self._store.spool(), owner, self._intake.disk_calls)
+            async with asyncio.timeout(self._rules.seconds), opening as place:
                 yield place
 
     async def _add_part(

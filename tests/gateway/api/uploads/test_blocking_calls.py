@@ -68,7 +68,8 @@ async def test_slow_calls_take_no_thread_of_other_work(
 async def test_a_tenants_slow_writes_leave_threads_for_others(goes_on: threading.Event, tmp_path: Path):
     """The disk is slow for one tenant's uploads."""
     store = DirectoryStore(tmp_path)
-    slow, other = Workplace(store.spool(), "slow"), Workplace(store.spool(), "other")
+    disk = BlockingCalls("test")
+    slow, other = (Workplace(store.spool(), owner, disk) for owner in ("slow", "other"))
     waiting = [asyncio.create_task(slow.in_thread(goes_on.wait, 60)) for _ in range(2 * THREADS)]
     await asyncio.sleep(0)
     assert await asyncio.wait_for(other.in_thread(int, "7"), 30) == 7

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from gateway.api.uploads import receiving
-from gateway.api.uploads.blocking_calls import THREADS
+from adapters.spool import Spool
+from gateway.api.uploads.blocking_calls import EACH, THREADS
 from gateway.api.uploads.checking import TENANTS_CHECKS, CheckServer
 from testing.gateway.running import Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
@@ -41,13 +41,30 @@ async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkey
     assert [answer.status for answer in await asyncio.gather(*waiting)] == [201] * 3
 
 
-async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway):
+async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     """All threads that write tenants' files are blocked, as by a slow disk."""
-    acme, admin, free = await gateway.tenant("acme"), gateway.admin, threading.Event()
-    parts, owners = f"{OF_ACME}/adapter-uploads", ["a", "b"] * (THREADS // 2)
-    blocked = [asyncio.create_task(receiving._DISK.run(owner, free.wait, 120)) for owner in owners]
-    waiting = asyncio.create_task(push(acme, "theirs", files()))
+    make, free, blocked = Spool.make, threading.Event(), list[Spool]()
+
+    def block(spool: Spool) -> None:
+        if len(blocked) < THREADS:
+            blocked.append(spool)
+            assert free.wait(120)
+        make(spool)
+
+    async def all_are_blocked() -> bool:
+        return len(blocked) == THREADS
+
+    monkeypatch.setattr(Spool, "make", block)
+    acme, globex, initech = [await gateway.tenant(name) for name in ("acme", "globex", "initech")]
+    admin, parts = gateway.admin, f"{OF_ACME}/adapter-uploads"
+    writing = [
+        asyncio.create_task(push(tenant, f"number-{number}", files()))
+        for tenant in (globex, initech)
+        for number in range(EACH)
+    ]
     try:
+        await until(all_are_blocked)
+        waiting = asyncio.create_task(push(acme, "theirs", files()))
         async with asyncio.timeout(60):
             assert (await push(admin, "mine", files(), f"{OF_ACME}/adapters")).status == 201
             upload = (await begin(admin, path=parts)).json["id"]
@@ -56,5 +73,4 @@ async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway):
         assert not waiting.done()
     finally:
         free.set()
-        await asyncio.gather(*blocked)
-    assert (await waiting).status == 201
+    assert [answer.status for answer in await asyncio.gather(waiting, *writing)] == [201] * (1 + len(writing))
