@@ -142,7 +142,7 @@ def _entry(name: str, value: dict[str, Any], begin: int) -> Entry:
     return Entry(name, tuple(shape), dtype, begin + start, end - start)
 
 
-def _fit(offsets: Any, shape: list[int], width: int | None) -> bool:
+def _fit(offsets: Any, shape: list[int], width: int | None) -> TypeGuard[list[int]]:
     """Return whether a tensor's offsets are its start and end. width: bytes of one of its numbers, None if unknown."""
     if not are_sizes(offsets) or len(offsets) != 2:
         return False

@@ -14,7 +14,6 @@ from testing.gateway.running import until
 from tests.gateway.fleet.test_quarantine import BODY, engine, is_quarantined, note_death
 from tests.gateway.fleet.test_shared_quarantine import Processes
 
-
 pytestmark = pytest.mark.usefixtures("patient")
 
 

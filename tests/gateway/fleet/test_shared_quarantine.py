@@ -21,7 +21,6 @@ from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import SECRET, Clock, engine, is_quarantined, leave, note_death
 
-
 pytestmark = pytest.mark.usefixtures("patient")
 
 
