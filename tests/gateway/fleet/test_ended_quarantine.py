@@ -147,7 +147,7 @@ async def test_all_processes_and_later_ones_learn_of_the_end(any_redis: Any, pat
         assert period.suspect.kind == "request"
         assert not is_quarantined(two)
         await until(lambda: asyncio.sleep(0, not is_quarantined(one)))
-        assert one.all() == two.all() == []
+        assert one.quarantines() == two.quarantines() == []
         async with processes.one() as late:
             await until(lambda: asyncio.sleep(0, len(late._deaths.recent()) == 2))
             await until(lambda: asyncio.sleep(0, not is_quarantined(late)))
