@@ -140,6 +140,7 @@ class Lifecycle:
             running(serving.pinning.watch()),
         ):
             yield
+        await serving.quarantine.leave()
         await serving.fleet.prefetch.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:

@@ -29,9 +29,9 @@ TITLES = {
 
 
 def title(kind: str, tenant: str | None, data: Mapping[str, Any]) -> str:
-    """Return one line about an event. Control characters of names are left out."""
+    """Return one line about an event, its type if a later release recorded it. Control characters are left out."""
     values = {**data, "tenant": tenant or "the operators", "percent": round(100 * data.get("threshold", 1))}
-    text = TITLES[kind].format_map(values)
+    text = TITLES.get(kind, kind).format_map(values)
     return "".join(character for character in text if character.isprintable())[:200]
 
 

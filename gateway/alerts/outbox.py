@@ -79,9 +79,14 @@ class Outbox:
 
     async def _deliver(self, pending: Pending) -> None:
         webhook = pending.webhook
-        error = await self._sender.send(
-            webhook, pending.event_id, pending.type, pending.tenant, pending.data, pending.created_at
-        )
+        try:
+            error = await self._sender.send(
+                webhook, pending.event_id, pending.type, pending.tenant, pending.data, pending.created_at
+            )
+        except Exception as failure:
+            # A bug. It counts as an attempt, or this event would be tried again at once and hold up all others.
+            log.exception("the event %s could not be sent to the webhook %s", pending.event_id, webhook.name)
+            error = f"it could not be sent: {type(failure).__name__}"
         if error is not None and webhook.failures == 0:
             log.warning("the webhook %s fails: %s", webhook.name, error)
         await self._webhooks.attempted(pending, error)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # Interval of the looks, and of those at expiring keys, for which the database reads all keys.
 LOOK_SECONDS, KEYS_SECONDS = 15.0, 300.0
+LAST_LOOK_SECONDS = 2.0
 EXPIRES_WITHIN = timedelta(days=7)
 # Seconds until an engine is reported down: after it was up, and if it was never up, because it may be loading its
 # model.
@@ -71,6 +72,12 @@ class Watch:
         """Watch beside an application."""
         async with running(self.run()):
             yield
+        # Only this process has seen these events.
+        try:
+            async with asyncio.timeout(LAST_LOOK_SECONDS):
+                await self._fleet.look()
+        except (TimeoutError, Unavailable) as error:
+            log.warning("the last events of the fleet were not recorded: %s", type(error).__name__)
         await self._leadership.leave()
 
     async def run(self) -> None:

@@ -56,13 +56,13 @@ class Death(msgspec.Struct, eq=False):
 
     def is_of(self, process: str, instance: str | None, at: float) -> bool:
         """Return whether a process's report of the engine's death at a time is of this death."""
+        if None not in (instance, self.instance) and instance != self.instance:
+            return False
         if abs(at - self.at) < ONE_DEATH_SECONDS:
             return True
         if process in self.answered:
             return False
-        if instance is None or self.instance is None:
-            return abs(at - self.at) < LATE_SECONDS
-        return instance == self.instance
+        return None not in (instance, self.instance) or abs(at - self.at) < LATE_SECONDS
 
 
 class Suspicion(NamedTuple):
@@ -154,7 +154,7 @@ class Deaths:
 
     def _judge(self, key: Suspect) -> None:
         """Set whether a suspect is a candidate."""
-        if len(self._of[key]) >= LIMITS.get(key.kind, math.inf):
+        if len(_one_of_each_instance(self._of[key])) >= LIMITS.get(key.kind, math.inf):
             self._candidates[key.tenant_id].add(key)
         else:
             self._remove_candidate(key)
@@ -230,13 +230,17 @@ class Deaths:
         return tenant_id in self._candidates
 
     def causes_of(self, key: Suspect) -> Sequence[Death]:
-        """Return the deaths for which a suspect is in quarantine, the newest last. There are none if it is not."""
+        """Return the deaths for which a suspect is in quarantine, the newest last. There are none if it is not.
+
+        An instance of an engine dies once, so only the first of its deaths is among them.
+        """
         if key.kind == TENANT:
             alone = [death for death in self.recent() if death.tenants == {key.tenant_id} == self._culprits_of(death)]
             deaths = [death for death in alone if not self.is_forgotten(key.tenant_id, death)]
             deaths.sort(key=lambda death: death.at)
         else:
             deaths = self._of[key] if key in self._causes(key.tenant_id) else []
+        deaths = _one_of_each_instance(deaths)
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
 
     def quarantine_of(self, key: Suspect) -> QuarantinePeriod | None:
@@ -275,10 +279,11 @@ class Deaths:
             return None
         deaths = [death for death in self.of(key) if not self._culprits_of(death) - {key.tenant_id}]
         enough = 1 if self._causes(key.tenant_id) else LIMITS[key.kind]
-        if len(deaths) < enough or deaths[-1] is self._survived.get(key):
+        number = len(_one_of_each_instance(deaths))
+        if number < enough or deaths[-1] is self._survived.get(key):
             return None
         others = _at_each(deaths) - {key.tenant_id}
-        return Suspicion(others, len(deaths)) if others else None
+        return Suspicion(others, number) if others else None
 
     def is_innocent(self, key: Suspect) -> bool:
         """Return whether each death of a suspect has another tenant's request or adapter in quarantine."""
@@ -299,6 +304,14 @@ class Deaths:
             found = {each for each in by_tenant if not death.suspects.isdisjoint(self._causes(each))}
             self._culprits[death] = found | death.former_culprits
         return self._culprits[death]
+
+
+def _one_of_each_instance(deaths: Iterable[Death]) -> list[Death]:
+    """Return the first death of each instance of an engine, and each death of an unknown instance, in their order."""
+    found: dict[object, Death] = {}
+    for death in deaths:
+        found.setdefault(death if death.instance is None else (death.engine, death.instance), death)
+    return list(found.values())
 
 
 def _at_each(deaths: Iterable[Death]) -> set[str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -167,9 +167,11 @@ class OwnRequests:
 
         is_reported: whether a death was reported with them.
         """
+        suspects = defaultdict[str, list[Suspect]](list)
+        for suspect in left.suspects:
+            suspects[suspect.tenant_id].append(suspect)
         for tenant_id in left.tenants:
-            own = named([each for each in left.suspects if each.tenant_id == tenant_id])
-            request = LeftRequest(time.monotonic() - age, own, is_reported)
+            request = LeftRequest(time.monotonic() - age, named(suspects[tenant_id]), is_reported)
             self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(request)
 
     def abandon_unanswered(self) -> None:

@@ -168,12 +168,15 @@ class Quarantine:
 
         Raises Unavailable, also if it is unknown whether Redis has taken the report.
         """
+        at = self._clock()
         if self._shared is not None:
             await self.read()
+            # A death while Redis answers stays evidence, here as in the other processes.
+            at = self._clock()
             if await self._shared.add(Report(ENDED_BY_OPERATOR, [tenant_id], []), self._deaths.seconds) is None:
                 raise Unavailable("Redis is unavailable, so the quarantine cannot be ended; try again shortly.")
         found = self._deaths.quarantines(tenant_id)
-        self._deaths.forget(tenant_id, self._clock())
+        self._deaths.forget(tenant_id, at)
         self._announcer.announce()
         return found
 
@@ -270,25 +273,30 @@ class Quarantine:
         """
         if self._shared is None:
             return
-        try:
-            while True:
-                try:
-                    if self._shared.is_away or self._shared.is_due or await self._shared.wait():
-                        await self.read()
-                    if not self._shared.is_away:
-                        self._start_sending()
-                except Exception:
-                    # A bug, or an entry of another release. The next reports are read regardless.
-                    log.exception("reports of engines' deaths could not be read; retrying")
-                await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
-        finally:
+        while True:
+            try:
+                if self._shared.is_away or self._shared.is_due or await self._shared.wait():
+                    await self.read()
+                if not self._shared.is_away:
+                    self._start_sending()
+            except Exception:
+                # A bug, or an entry of another release. The next reports are read regardless.
+                log.exception("reports of engines' deaths could not be read; retrying")
+            await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
+
+    async def leave(self) -> None:
+        """Tell the other processes that this one has ended, and what engines may still have of it. Call it last."""
+        if self._shared is not None:
             await self._shared.leave(self._deaths.seconds, await self._orphaned())
 
     async def _orphaned(self) -> list[OrphanedRequests]:
         """Return the requests of this process that engines may still have, with the names that are soon computed."""
         found = [(engine, *engine.requests.report_left()) for engine in self.engines()]
         if waiting := [asyncio.wrap_future(each) for _, _, names in found for each in names if not each.done()]:
-            await asyncio.wait(waiting, timeout=REPORT_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_SECONDS):
+                    # `computed` tells of a name that failed.
+                    await asyncio.gather(*waiting, return_exceptions=True)
         orphaned = list[OrphanedRequests]()
         for engine, tenants, names in found:
             suspects = dict.fromkeys(suspect for each in names if each.done() for suspect in computed(each))
@@ -319,9 +327,15 @@ class Quarantine:
 
     def _take_over(self, left: OrphanedRequests, age: float, process: str) -> None:
         """Add the requests that a process left to a death that is known, else to this process's until one follows."""
-        known = self._deaths.of_instance(left.engine, left.instance)
+        # A connection may have broken earlier without the engine's death, before these requests were there.
+        since = self._clock() - age - LATE_SECONDS
+        known = [death for death in self._deaths.of_instance(left.engine, left.instance) if death.at > since]
         if known:
             self._deaths.apply(Report(left.engine, left.tenants, left.suspects, left.instance), known[-1].at, process)
+            assert self._shared is not None
+            if self._process == min(self._shared.processes):
+                # The process that reported them cannot announce their quarantines any more.
+                self._announcer.note_own(left.suspects)
         self.take_over(left, age, bool(known))
 
     def _answer(self, death: Death) -> None:

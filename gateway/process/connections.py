@@ -16,6 +16,7 @@ import resource
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +62,8 @@ def _grow_table(size: int) -> None:
     Linux doubles a process's table when it is full, and the call that fills it, such as `accept`, waits for an RCU
     grace period: 7 to 20 ms. The first burst of 500 connections stalled the event loop four times.
     """
-    with open(os.devnull) as file:
+    # It is only faster with it, so a refusal (memory of the container, another system's limit) is no error.
+    with suppress(OSError), open(os.devnull) as file:
         os.close(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, size - 1))
 
 

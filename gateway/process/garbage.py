@@ -45,11 +45,11 @@ def _freeze() -> None:
 async def collect_when_calm(num_running: Callable[[], int]) -> None:
     """Collect garbage until cancelled. num_running: returns the number of running requests. Run it as a task."""
     started = last = time.monotonic()
-    warm, pause = WARM_SECONDS, 0.0
+    warm = WARM_SECONDS
     while True:
-        # last: time of the last calm moment or collection.
-        await asyncio.sleep(max(LOOK_SECONDS, pause))
-        now, pause = time.monotonic(), 0.0
+        # last: time of the last calm moment, or end of the last pause.
+        await asyncio.sleep(LOOK_SECONDS)
+        now = time.monotonic()
         if num_running() > CALM_REQUESTS and now - last < BUSY_SECONDS:
             continue
         last = now
@@ -60,4 +60,5 @@ async def collect_when_calm(num_running: Callable[[], int]) -> None:
             gc.collect()
         else:
             continue
-        pause = PAUSE_DURATIONS * (time.monotonic() - now)
+        await asyncio.sleep(PAUSE_DURATIONS * (time.monotonic() - now))
+        last = time.monotonic()

@@ -14,8 +14,8 @@ from collections import OrderedDict
 REQUESTS_PER_ROUND = 8
 # Maximum time until the end of an owner's rests, however many requests were charged at one moment.
 MAX_REST_SECONDS = 0.5
-# Resolution of libuv's clock and timers. A timer for less would fire in each turn of the event loop until the clock
-# advances.
+# Resolution of libuv's clock and timers, and the shortest rest. A timer for less would fire in each turn of the event
+# loop until the clock advances.
 CLOCK_SECONDS = 0.001
 
 
@@ -60,7 +60,7 @@ class Rounds:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if owner not in self._rests:
-            loop.call_soon(self._end_rest, owner)
+            loop.call_later(CLOCK_SECONDS, self._end_rest, owner)
         self._rests[owner] = min(max(now, self._rests.get(owner, now)) + seconds, now + MAX_REST_SECONDS)
 
     def _end_rest(self, owner: str) -> None:

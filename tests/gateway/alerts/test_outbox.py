@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event, func, select, update
 
+from gateway.alerts.messages import title
 from gateway.alerts.outbox import Outbox
 from gateway.records.database import Database
 from gateway.records.events.events import MAX_PER_HOUR, Events
@@ -227,6 +228,34 @@ async def test_an_event_that_a_target_refuses_does_not_hold_up_its_others(
             return await states(database) == ["delivered", "delivered", "pending"]
 
         await until(others_delivered)
+
+
+async def test_an_event_that_cannot_be_sent_counts_as_an_attempt(database: Database):
+    """A title that a release did not know stopped all e-mails to its target, and the outbox tried it without a pause."""
+    await add(database, "one")
+    for number in range(2):
+        await record(database, f"event {number}")
+    found, _ = await Events(database).list()
+    bad = found[-1].id
+
+    async def take(name: str, event_id: str) -> str | None:
+        if event_id == bad:
+            raise KeyError("a bug")
+        return None
+
+    targets = Targets(take)
+    async with Running(outbox(database, targets)):
+
+        async def has_failed() -> bool:
+            [webhook] = await Webhooks(database).all()
+            return webhook.error == "it could not be sent: KeyError" and webhook.retry_at is not None
+
+        await until(has_failed)
+    assert [event_id for _, event_id in targets.sent].count(bad) == 1
+
+
+def test_an_event_of_a_later_release_has_its_type_as_its_title():
+    assert title("engine.on_fire", "acme", {}) == "engine.on_fire"
 
 
 async def test_a_slow_target_delays_no_other(database: Database):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.fleet.deaths import LATE_SECONDS, LIMITS, TENANT, Deaths, Suspicion
+from gateway.fleet.deaths import LATE_SECONDS, LIMITS, TENANT, UNKNOWN_TENANTS, Deaths, Suspicion
 from gateway.fleet.shared_deaths import Report, Suspect
 from tests.gateway.fleet.test_quarantine import Clock
 
@@ -100,3 +100,23 @@ def test_a_tenants_quarantine_needs_deaths_without_others_by_its_suspects(deaths
         note(deaths, clock, f"f{number}", "v", suspect=Suspect("request", "v", f"{number // 2}"))
     assert len(deaths.causes_of(Suspect(TENANT, "v", ""))) == LIMITS[TENANT]
     assert not deaths.causes_of(Suspect(TENANT, "b", ""))
+
+
+def test_an_instance_dies_once_however_late_its_connections_break(deaths: Deaths, clock: Clock):
+    """A slow client notices the break late. An adapter alone on an engine was quarantined after a single death."""
+    suspects = [REQUEST, Suspect("adapter", "v", "a digest")]
+    for instance in ("i", "j"):
+        assert not any(deaths.causes_of(each) for each in suspects), instance
+        for _ in range(max(LIMITS.values())):
+            clock.now += 3.0
+            deaths.apply(Report("e", ["v"], suspects, instance, ["one"]), clock(), "one")
+    assert len(deaths.causes_of(REQUEST)) == 2
+    assert not deaths.causes_of(suspects[1])
+    assert not deaths.causes_of(Suspect(TENANT, "v", ""))
+
+
+def test_a_break_of_a_former_instance_hides_no_cause_of_the_next_ones_death(deaths: Deaths, clock: Clock):
+    """A stream held from an instance that drained broke at that moment; its other tenants are unknown."""
+    deaths.apply(Report("e", ["v"], [REQUEST], "next", ["one"]), clock(), "one")
+    deaths.apply(Report("e", ["v", UNKNOWN_TENANTS], [], "former", ["one"]), clock(), "one")
+    assert [death.tenants for death in deaths.of(REQUEST)] == [{"v"}]

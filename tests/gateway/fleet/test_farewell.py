@@ -13,7 +13,7 @@ from gateway.fleet import own_requests
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import OrphanedRequests, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import NO_ENGINE, OrphanedRequests, SharedDeaths, Suspect
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
@@ -117,6 +117,51 @@ async def test_a_request_that_was_taken_over_is_forgotten_once_the_engine_has_su
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
     record.observe_state(EngineState(), 0)
     assert record.requests.tenants == set()
+
+
+async def test_a_connection_that_broke_long_before_is_no_death_of_what_a_process_left(any_redis: Any):
+    """The requests came after the break, so they were not its cause, and the death that follows must have them."""
+    processes, record = Processes(any_redis), engine(URLS[0], a=1)
+    record.observe_state(EngineState(instance="i"), 0)
+    record.observed_at = 0.0
+    async with processes.one(on={URLS[0]: record}) as two:
+        two.take_over = (await registry_of(record)).take_over
+        note_death(two, record, "a")
+        processes.clock.now += 50.0
+        async with processes.one() as one:
+            await one.read()
+            own = engine(URLS[0])
+            own.observe_state(EngineState(instance="i"), 0)
+            one.engines = lambda: (own,)
+            leave(one, own, "b")
+        await until(partial(has_left, record))
+        assert [death.tenants for death in two._deaths.recent()] == [{"a"}]
+        processes.clock.now += 10.0
+        record.on_end = two.ended
+        record.observe_state(EngineState(instance="next"), 0)
+        assert len(tenants_at_deaths(two, "b")) == 1
+
+
+async def test_a_farewell_that_takes_long_is_sent(tmp_path: Path, model_dir: Path, redis_url: str):
+    """The end of the gateway's tasks cancelled it after a second."""
+    async with AsyncExitStack() as stack:
+        upstream = await stack.enter_async_context(Upstream().serving())
+        of = settings(tmp_path, model_dir, [upstream.url], redis_url, redis_timeout=30.0, shutdown_seconds=0.2)
+        await stack.enter_async_context(running(of))
+        with pytest.MonkeyPatch.context() as patch:
+            orphaned = Quarantine._orphaned
+
+            async def slowly(quarantine: Quarantine) -> list[OrphanedRequests]:
+                await asyncio.sleep(3.0)
+                return await orphaned(quarantine)
+
+            patch.setattr(Quarantine, "_orphaned", slowly)
+            async with running(of):
+                pass
+        redis = await stack.enter_async_context(closing_redis(redis_url))
+        shared = SharedDeaths(redis, of.database_url)
+        assert [entry.report.engine for entry in await shared.read()] == [NO_ENGINE]
+        assert len(shared.processes) == 2, "the other gateway and this test"
 
 
 @asynccontextmanager

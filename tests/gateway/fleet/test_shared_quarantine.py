@@ -64,6 +64,7 @@ class Processes:
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine
+        await quarantine.leave()
         self.alive.remove(quarantine)
 
     async def die(

@@ -98,6 +98,32 @@ async def test_collections_take_a_small_part_of_the_time(monkeypatch: pytest.Mon
         assert following - stop >= garbage.PAUSE_DURATIONS * (stop - start)
 
 
+async def test_a_long_pause_leaves_the_search_for_a_calm_moment_as_long_as_ever(monkeypatch: pytest.MonkeyPatch):
+    """After a pause above BUSY_SECONDS, the next collection ran among any number of requests."""
+    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(garbage, "DUE_AFTER", 0)
+    monkeypatch.setattr(garbage, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(garbage, "PAUSE_DURATIONS", 1.0)
+    garbage.reduce_pauses()
+    collected, num_running = list[float](), 0
+
+    def collect() -> None:
+        nonlocal num_running
+        collected.append(time.monotonic())
+        num_running = garbage.CALM_REQUESTS + 1
+        time.sleep(0.6)
+
+    monkeypatch.setattr(garbage.gc, "collect", collect)
+    async with running(garbage.collect_when_calm(lambda: num_running)):
+
+        async def twice() -> bool:
+            return len(collected) >= 2
+
+        await until(twice)
+    # The collection and the pause after it take 0.6 s each.
+    assert collected[1] - collected[0] >= 1.2 + garbage.BUSY_SECONDS
+
+
 async def test_objects_that_stay_are_excluded_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(garbage, "WARM_SECONDS", 0.05)

@@ -67,6 +67,21 @@ async def test_requests_of_a_resting_owner_begin_after_its_rests_and_others_do_n
     await asyncio.wait_for(rounds.begin("noisy"), 10)
 
 
+def test_a_short_rest_lasts_at_least_a_turn_of_the_clock():
+    """A rest below a millisecond was none."""
+
+    async def test() -> None:
+        rounds, loop = Rounds(), asyncio.get_running_loop()
+        for _ in range(20):
+            started = loop.time()
+            rounds.rest("noisy", 0.0005)
+            await asyncio.wait_for(rounds.begin("noisy"), 10)
+            assert loop.time() - started >= 0.0005
+
+    with asyncio.Runner() as runner:
+        runner.run(test())
+
+
 async def test_rests_have_a_limit_however_many_they_are():
     rounds = Rounds()
     for _ in range(100_000):
