@@ -231,7 +231,7 @@ async def test_an_event_that_a_target_refuses_does_not_hold_up_its_others(
 
 
 async def test_an_event_that_cannot_be_sent_counts_as_an_attempt(database: Database):
-    """A title that a release did not know stopped all e-mails to its target, and the outbox tried it without a pause."""
+    """A title that was unknown stopped all e-mails to a target, and the outbox tried it without a pause."""
     await add(database, "one")
     for number in range(2):
         await record(database, f"event {number}")

@@ -12,6 +12,7 @@ import pytest
 from gateway.fleet import own_requests
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import NO_ENGINE, OrphanedRequests, SharedDeaths, Suspect
 from gateway.redis.client import connect
