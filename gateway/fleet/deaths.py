@@ -243,6 +243,11 @@ class Deaths:
         deaths = _one_of_each_instance(deaths)
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
 
+    def are_answered(self, deaths: Iterable[Death]) -> bool:
+        """Return whether every process has answered the reports of these deaths, or had LATE_SECONDS to do so."""
+        late = self._clock() - LATE_SECONDS
+        return all(death.processes <= death.answered or death.at < late for death in deaths)
+
     def quarantine_of(self, key: Suspect) -> QuarantinePeriod | None:
         """Return a suspect's quarantine, None without one."""
         deaths = self.causes_of(key)

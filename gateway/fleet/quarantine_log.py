@@ -54,11 +54,15 @@ class QuarantineLog:
             del self._unannounced[key]
 
     def announce(self) -> None:
-        """Count and log new quarantines, in the process that reports the last death only."""
+        """Count and log new quarantines, in the process that reports the last death only.
+
+        Another process may have reported a death later, so its answer is awaited.
+        """
         self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
         self._unannounced = {key: own_id for key, own_id in self._unannounced.items() if self._deaths.of(key)}
         self._others = {key: other_id for key, other_id in self._others.items() if key in self._unannounced}
-        found = [key for key in self._unannounced if self._deaths.causes_of(key)]
+        causes = {key: self._deaths.causes_of(key) for key in self._unannounced}
+        found = [key for key, deaths in causes.items() if deaths and self._deaths.are_answered(deaths)]
         for key in found:
             del self._unannounced[key]
         # A tenant's last death may be complete only after its last request's quarantine is announced.
