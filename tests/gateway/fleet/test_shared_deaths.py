@@ -106,7 +106,7 @@ async def test_a_process_answers_no_deaths_before_its_start(any_redis: Any):
 
 
 async def test_a_tenants_quarantine_is_counted_after_the_last_answer(any_redis: Any):
-    """So is the quarantine of its last request: another process may have reported that death later."""
+    """The quarantine of its last request is counted then too: another process may have reported that death later."""
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True) as still:
         for number in range(4):
