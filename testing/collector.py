@@ -87,6 +87,8 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 def _value(value: AnyValue) -> Any:
     kind = value.WhichOneof("value")
+    if kind is None:
+        return None
     if kind == "array_value":
         return [_value(each) for each in value.array_value.values]
     return getattr(value, kind)

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,12 @@ class RunningServer:
     ) -> None:
         from engine.http.app import Server  # takes 4 s with torch, so it is not imported at collection
 
-        self.config = EngineConfig(
-            model=str(model),
-            **{
-                "served_model_name": "tiny", "dtype": "float32", "device": "cpu",
-                "max_num_seqs": 8, "max_num_batched_tokens": 64,
-                "kv_cache_memory": 8 << 20, "adapter_memory": 4 << 20, "max_lora_rank": 16,
-            } | (config or {}),
+        small = EngineConfig(
+            model=str(model), served_model_name="tiny", dtype="float32", device="cpu",
+            max_num_seqs=8, max_num_batched_tokens=64,
+            kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_lora_rank=16,
         )  # fmt: skip
+        self.config = replace(small, **(config or {}))
         self.store = store
         given = {"adapter_store": None if store is None else str(store), "drain_seconds": 0.2} | server
         self.server = Server(self.config, ServerConfig(**given), tracing=tracing)

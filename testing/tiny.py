@@ -1,9 +1,8 @@
 """A model small enough for a test: two random Llama layers and tokenizers trained on a few lines."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -73,9 +72,9 @@ def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
     if tokenizer.post_processor is None:
         tokenizer.post_processor = processors.TemplateProcessing("$A", pair="$A:0 $B:1")
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"backend": "tokenizers", "bos_token": "<|start|>", "eos_token": "<|end|>", "unk_token": "<unk>"}
-    config |= {"model_max_length": int(1e30), "tokenizer_class": "TokenizersBackend"}
-    _write(folder / "tokenizer_config.json", config)
+    kind = {"backend": "tokenizers", "tokenizer_class": "TokenizersBackend"}
+    special = {"bos_token": "<|start|>", "eos_token": "<|end|>", "unk_token": "<unk>"}
+    _write(folder / "tokenizer_config.json", {**kind, **special, "model_max_length": int(1e30)})
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
 
@@ -105,7 +104,7 @@ def save_model(
     sizes |= {"mlp.gate": (hidden, 128), "mlp.up": (hidden, 128), "mlp.down": (128, hidden)}
     # The order of the draws is that of transformers, which discards those of the layers' constructors.
     torch.manual_seed(seed)
-    drawn = {"model.embed_tokens": nn.Embedding(vocab_size, hidden)}
+    drawn: dict[str, nn.Embedding | nn.Linear] = {"model.embed_tokens": nn.Embedding(vocab_size, hidden)}
     for layer in range(2):
         drawn |= {f"model.layers.{layer}.{name}_proj": nn.Linear(*size, bias=False) for name, size in sizes.items()}
     for module in drawn.values():
@@ -118,18 +117,19 @@ def save_model(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ids = {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "5.23.0", "use_cache": True}
     shape = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 128, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "initializer_range": 0.2}
-    shape |= {"max_position_embeddings": max_model_len, "rms_norm_eps": 1e-06, "hidden_act": "silu"}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim}
+    shape |= {"max_position_embeddings": max_model_len}
+    floats = {"initializer_range": 0.2, "rms_norm_eps": 1e-06}
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     other = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "dtype": "float32"}
     other |= {"attention_dropout": 0.0, "pad_token_id": None, "pretraining_tp": 1, "rope_parameters": rope}
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    _write(folder / "config.json", kind | shape | other | ids)
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    _write(folder / "config.json", {**kind, **shape, **floats, **other, **ids})
     generation = {"_from_model_config": True, "output_attentions": False, "output_hidden_states": False}
     _write(folder / "generation_config.json", generation | ids)
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 

@@ -4,6 +4,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def valkey_cluster(folder: Path, *, replica: bool = False) -> Iterator[Cluster]:
         for node in nodes[1:]:
             node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port, nodes[0].bus_port)
         for node in nodes:
-            _until(lambda node=node: _is_whole(node, total), "the cluster did not come together")
+            _until(partial(_is_whole, node, total), "the cluster did not come together")
         if replica:
             first_id = nodes[0].client.execute_command("CLUSTER", "MYID")
             nodes[NODES].client.execute_command("CLUSTER", "REPLICATE", first_id)

@@ -96,8 +96,9 @@ def _fill(route: Route, target: Target) -> str:
 Case = Callable[[Target], Iterator[tuple[str, dict[str, Any]]]]
 
 
-def _plain(*bodies: dict[str, Any] | None, rests: tuple[str, ...] = ("",), **headers: str) -> Case:
+def _plain(*bodies: dict[str, Any] | None, rests: tuple[str, ...] = ("",), key: str | None = None) -> Case:
     def make(_: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+        headers = {} if key is None else {"Idempotency-Key": key}
         for rest in rests:
             for body in bodies or (None,):
                 yield rest, {"headers": headers} | ({} if body is None else {"json": body})
@@ -218,7 +219,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/adapter-uploads"): _refused_uploads,
     ("GET", _UPLOAD): _plain(),
     ("PUT", _UPLOAD): _parts,
-    ("POST", f"{_UPLOAD}/complete"): _plain(**{"Idempotency-Key": "shared"}),
+    ("POST", f"{_UPLOAD}/complete"): _plain(key="shared"),
     ("DELETE", _UPLOAD): _plain(),
     ("POST", "/v1/adapter-imports"): _refused_imports,
     ("GET", f"{_VERSION}/probe"): _plain(),

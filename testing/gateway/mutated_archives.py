@@ -71,8 +71,8 @@ def many(_: Files, rng: random.Random) -> Files:
 def member(files: Files, rng: random.Random) -> Files:
     """Return an archive with a member that points outside it or is no regular file."""
     name = rng.choice(["../x", "/etc/x", "a/../../x", "a\\b", "../" + CONFIG])
-    pack = rng.choice([zipped, tarred, lambda content: gzip.compress(tarred(content))])
-    return {"file": pack(files | {name: b"x"})}
+    packs: list[Callable[[Files], bytes]] = [zipped, tarred, lambda content: gzip.compress(tarred(content))]
+    return {"file": rng.choice(packs)(files | {name: b"x"})}
 
 
 def special(files: Files, rng: random.Random) -> Files:
@@ -156,8 +156,9 @@ def gzip_broken(files: Files, rng: random.Random) -> Files:
 
 
 def other_archive(files: Files, rng: random.Random) -> Files:
-    pack = rng.choice([bz2.compress, lzma.compress, lambda raw: b"7z\xbc\xaf\x27\x1c" + raw, lambda raw: b"Rar!" + raw])
-    return {"file": pack(tarred(files))}
+    packs: list[Callable[[bytes], bytes]] = [bz2.compress, lzma.compress]
+    packs += [lambda raw: b"7z\xbc\xaf\x27\x1c" + raw, lambda raw: b"Rar!" + raw]
+    return {"file": rng.choice(packs)(tarred(files))}
 
 
 def nested(files: Files, rng: random.Random) -> Files:

@@ -142,6 +142,10 @@ def _config(*changes: dict[str, Any]) -> Callable[[Files, random.Random], Files]
     return make
 
 
+def _config_field(name: str, *values: object) -> Callable[[Files, random.Random], Files]:
+    return _config(*({name: value} for value in values))
+
+
 def _config_bytes(*contents: bytes) -> Callable[[Files, random.Random], Files]:
     return lambda files, rng: files | {CONFIG: rng.choice(contents)}
 
@@ -255,13 +259,10 @@ def _weight_kinds() -> dict[str, Make]:
 
 def _config_kinds() -> dict[str, Make]:
     return {
-        "rank": _config(*({"r": r} for r in (0, -1, 65, 4096, 4097, 1 << 70, 1.5, "8", True, [4], {}))),
-        "alpha": _config(*({"lora_alpha": a} for a in ("8", None, [], True, 10**400, 1e300, {}))),
-        "targets": _config(
-            *(
-                {"target_modules": t}
-                for t in ([], "", ["nothing"], 7, [7], {"a": 1}, "(" * 50, "[", "(?i)q_proj", "x" * 5000)
-            )
+        "rank": _config_field("r", 0, -1, 65, 4096, 4097, 1 << 70, 1.5, "8", True, [4], {}),
+        "alpha": _config_field("lora_alpha", "8", None, [], True, 10**400, 1e300, {}),
+        "targets": _config_field(
+            "target_modules", [], "", ["nothing"], 7, [7], {"a": 1}, "(" * 50, "[", "(?i)q_proj", "x" * 5000
         ),
         "not served": _config(
             {"peft_type": "IA3"},

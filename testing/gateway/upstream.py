@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from aiohttp import web
 
@@ -22,6 +22,19 @@ from wire.responses import ASK_TOKENS, REPORT_TYPE
 TOKEN = "tests-token-8e2b6f4091cd57a3"
 PROMPT_TOKENS = 11
 CACHED_TOKENS = 3
+
+
+class Counts(TypedDict):
+    completion_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Finished(Counts):
+    """The cost of a request, as returned by `GET /finished`. finish_reason: None until it ends."""
+
+    id: str
+    finish_reason: str | None
 
 
 class Upstream:
@@ -83,8 +96,7 @@ class Upstream:
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
-        # The cost of each request, by its id, as returned by `GET /finished`.
-        self.finished: dict[str, dict[str, Any]] = {}
+        self.finished: dict[str, Finished] = {}
         self.resident: list[str] = []
         self.activated: list[str] = []
         self.preempted: list[dict[str, Any]] = []
@@ -165,15 +177,8 @@ class Upstream:
     def _state_now(self) -> dict[str, Any]:
         running = self.running + (self._active if self.seats else 0)
         pushed = (
-            self.instance,
-            self.model,
-            tuple(self.resident + self.activated),
-            running,
-            self.draining,
-            self.keeps_allowances,
-            self.version,
-            len(self.preempted),
-            tuple(self.host or ()),
+            *(self.instance, self.model, tuple(self.resident + self.activated), running, self.draining),
+            *(self.keeps_allowances, self.version, len(self.preempted), tuple(self.host or ())),
             tuple(self.reported.items()),
         )
         if pushed != self._last_push:
@@ -230,8 +235,7 @@ class Upstream:
         if "status" in how:
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": how.get("code", "c")}
             return web.json_response({"error": detail}, status=how["status"])
-        mine = {"id": request.headers.get("x-request-id"), "finish_reason": None, "completion_tokens": 0}
-        mine |= {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
+        mine: Finished = {"id": request.headers.get("x-request-id", ""), "finish_reason": None, **counts(0)}
         if self.remembers:
             self.finished[mine["id"]] = mine
         if self.keeps_allowances and (allowance := request.headers.get("x-loraplex-allowance")) is not None:
@@ -255,7 +259,7 @@ class Upstream:
             self.streaming.discard(transport)
             mine["finish_reason"] = mine["finish_reason"] or "abort"
         tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
-        choice = {"index": 0, "finish_reason": mine["finish_reason"]}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": mine["finish_reason"]}
         chat = request.path.endswith("chat/completions")
         text = (self.alphabet * tokens)[:tokens]
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
@@ -286,11 +290,11 @@ class Upstream:
         self.allowances[body["id"]] = max(self.allowances.get(body["id"], 0), body["tokens"])
         return web.json_response({"is_running": True})
 
-    def _left(self, mine: dict[str, Any]) -> float:
+    def _left(self, mine: Finished) -> float:
         return self.allowances.get(mine["id"], math.inf) - mine["completion_tokens"]
 
     async def _generate_whole(
-        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: Finished
     ) -> web.StreamResponse | None:
         """Return the report, if the request needed one."""
         report: web.StreamResponse | None = None
@@ -323,7 +327,7 @@ class Upstream:
         return {} if said is None else {"x-loraplex-adapter-digest": said}
 
     async def _stream(
-        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: dict[str, Any]
+        self, request: web.Request, body: dict[str, Any], how: dict[str, Any], mine: Finished
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.headers.update(self._receipt(body))
@@ -383,7 +387,7 @@ def logprob(text: str) -> dict[str, Any]:
     return {**tops[0], "top_logprobs": tops}
 
 
-def counts(tokens: int) -> dict[str, Any]:
+def counts(tokens: int) -> Counts:
     return {"completion_tokens": tokens, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
 
 
