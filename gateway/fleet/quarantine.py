@@ -374,7 +374,7 @@ class Quarantine:
                 return
             self._announcer.note_sent(report.suspects, entry_id)
             if report.processes:
-                # Some may have started since the last call.
+                # Some may have started since the last call. The entry has them, so that all processes wait for them.
                 started = Report(report.engine, [], [], report.instance, [*self._shared.processes])
                 self._deaths.apply(started, at, self._process)
             if not self._unsent:

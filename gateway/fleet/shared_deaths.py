@@ -49,12 +49,15 @@ redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 1000 * ARGV[2])
 redis.call('EXPIRE', KEYS[2], ARGV[2])
 """
 # Further ARGV: seconds to keep the stream, its longest length, the report. Returns the processes, and the entry's id.
+# The entry has the processes too: the caller may not know one that has just started, and all must expect the same ones.
 ADD = (
     _ALIVE
     + """
-local id = redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[4], '*', ARGV[1], ARGV[5])
+local alive = redis.call('ZRANGE', KEYS[2], 0, -1)
+local entry = {ARGV[1], ARGV[5], 'processes', table.concat(alive, ' ')}
+local id = redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[4], '*', unpack(entry))
 redis.call('EXPIRE', KEYS[1], ARGV[3])
-return {redis.call('ZRANGE', KEYS[2], 0, -1), id}
+return {alive, id}
 """
 )
 # Further ARGV: the id of the last entry that is known, the most entries to return. Returns the processes, `now`, and
@@ -93,8 +96,8 @@ class Report(msgspec.Struct):
     """A process's report of an engine's death, of its own end (NO_ENGINE), or of quarantines' end (ENDED_BY_OPERATOR).
 
     tenants: those of the process's requests there, or whose quarantine ended. suspects: the requests that broke.
-    instance: the engine's, None if unknown. processes: those that were alive. age: seconds since the death. left: in
-    the last report of a process.
+    instance: the engine's, None if unknown. processes: those that must answer; none if no answer is expected. age:
+    seconds since the death. left: in the last report of a process.
     """
 
     engine: str
@@ -162,9 +165,8 @@ class SharedDeaths:
             self.processes = {each.decode() for each in found}
         return [
             Entry(_number(entry_id), process.decode(), report, max(0.0, now - _number(entry_id)[0]) / 1000)
-            # A later release may add fields to an entry.
-            for entry_id, (process, encoded, *_) in entries
-            if process != self.process.encode() and (report := _decode(encoded)) is not None
+            for entry_id, (process, encoded, *more) in entries
+            if process != self.process.encode() and (report := _decode(encoded, more)) is not None
         ]
 
     async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
@@ -209,9 +211,14 @@ def _number(entry_id: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in entry_id.split(b"-"))
 
 
-def _decode(encoded: bytes) -> Report | None:
+def _decode(encoded: bytes, more: Sequence[bytes]) -> Report | None:
+    """Return the report of an entry. more: the entry's further names and values; the previous release adds none."""
     try:
-        return msgspec.json.decode(encoded, type=Report)
+        report = msgspec.json.decode(encoded, type=Report)
     except msgspec.DecodeError as error:
         log.warning("dropped a report of an engine's death that cannot be decoded: %s", error)
         return None
+    if report.processes:
+        alive = dict(zip(more[::2], more[1::2], strict=False)).get(b"processes", b"")
+        report.processes = [*{*report.processes, *alive.decode().split()}]
+    return report

@@ -86,6 +86,26 @@ async def test_a_process_that_has_just_started_is_waited_for(any_redis: Any):
         assert [death.tenants for death in one._deaths.recent()] == [{"a", "?"}, {"a", "?"}]
 
 
+async def test_all_processes_wait_for_one_that_the_reporting_process_did_not_know(any_redis: Any):
+    """The others did not wait, and blamed the only tenant that they knew; the reporting process waited without end."""
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one() as two:
+        await one.read()
+        await two.read()
+        async with processes.one(stands_still=True, is_known=False) as late:
+            for url in ("http://one:1", "http://two:1"):
+                processes.clock.now += ONE_DEATH_SECONDS
+                await processes.die(one, url, instance=f"of {url}")
+            await two.reported()
+            assert [is_quarantined(each) for each in (one, two)] == [False, False]
+
+            async def all_know() -> bool:
+                await late.read()
+                return all(is_quarantined(each) for each in (one, two, late))
+
+            await until(all_know)
+
+
 async def test_a_process_answers_no_deaths_before_its_start(any_redis: Any):
     """Their answers would push the reports themselves out of the stream."""
     processes = Processes(any_redis)

@@ -42,10 +42,12 @@ class Processes:
         left: Sequence[str] = (),
         on: dict[str, EngineRecord] | None = None,
         stands_still: bool = False,
+        is_known: bool = True,
     ) -> AsyncIterator[Quarantine]:
         """Run a process. left: the tenants of requests that it leaves on each engine before the engine's first death.
 
-        on: its engines. stands_still: whether it does nothing more as soon as the others know it.
+        on: its engines. stands_still: whether it does nothing more as soon as it is alive. is_known: whether the others
+        know it then.
         """
         shared, on = SharedDeaths(self._redis, self._deployment), {} if on is None else on
 
@@ -59,7 +61,8 @@ class Processes:
         quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, report_left)
         if stands_still:
             await shared.read()
-            await asyncio.gather(*(each.read() for each in self.alive))
+            if is_known:
+                await asyncio.gather(*(each.read() for each in self.alive))
             yield quarantine
             return
         self.alive.append(quarantine)
