@@ -95,7 +95,7 @@ class Container:
 
     def start(self) -> None:
         self._started = time.time()
-        with open(self.log, "ab") as log:
+        with open(self.log, "wb") as log:
             argv = self._command(*self._entrypoint, *self.service.command)
             self._process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT)
         threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
