@@ -16,9 +16,9 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import BatchSizes, EngineConfig, StepTime
 from engine.draft import Draft, find_draft, num_weights
 from engine.execution.graphs import default_sizes, default_token_sizes
-from engine.execution.rehearsal import Rehearsal
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
 from engine.execution.simulated import SimulatedRunner
+from engine.execution.warmup import WarmUp
 from engine.memory import (
     Needs,
     adapter_bytes,
@@ -96,15 +96,13 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     token_bytes = kv_bytes_per_token(model, kv_dtype) + (0 if draft is None else draft.kv_bytes)
     block_bytes = token_bytes * config.block_size
     most_drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
-    rehearsal = Rehearsal(
-        limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model), most_drafts
-    )
+    warmup = WarmUp(limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model), most_drafts)
     warming = partial(progress, WARMING)
     if share is None:
         num_blocks = fixed_kv_cache(config, platform, used) // block_bytes
     else:
         with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
-            measured = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
+            measured = warmup.measure(partial(loaded.make_runner, adapters), platform, warming)
             measured = measured if draft is None else measured.with_draft(draft.measure(platform, warming))
         # LoRA on embed_tokens and lm_head is outside of the pages, up to a quarter of their size.
         needs = Needs(used, on_device + on_device // 4, measured.activations, measured.graphs, measured.seats)
@@ -113,7 +111,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     limits = replace(limits, num_blocks=num_blocks, max_model_len=context)
     runner = loaded.make_runner(adapters, limits, partial(progress, CAPTURING))
     if platform.has_ops and not platform.is_host:
-        replace(rehearsal, limits=limits).warm_up(runner, warming)
+        replace(warmup, limits=limits).run(runner, warming)
     proposer = None if draft is None else draft.start(config, num_blocks, loaded.num_weights, platform, warming)
     policy = make_policy(config)
     return Parts(model, device, sizes, limits, loaded.step_bytes, adapters, runner, policy, proposer)

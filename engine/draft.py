@@ -9,8 +9,8 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.execution.draft_model import DraftModel, DraftSizes
 from engine.execution.no_adapters import NoAdapters
-from engine.execution.rehearsal import Measured, Rehearsal
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
+from engine.execution.warmup import Measured, WarmUp
 from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
 from engine.model.families import parse_model_config
@@ -91,13 +91,13 @@ class Draft:
         tables = NoAdapters(self.decoder.config.num_layers)
         return Runner(self.decoder, tables, limits, self.decoder.weights.norm.device, captured)
 
-    def rehearsal(self, limits: RunnerLimits) -> Rehearsal:
+    def warmup(self, limits: RunnerLimits) -> WarmUp:
         """Return the steps that measure and warm up the model."""
-        return Rehearsal(limits, self.most_tokens, 0, 1)
+        return WarmUp(limits, self.most_tokens, 0, 1)
 
     def measure(self, platform: Platform, progress: Callable[[int, int], None]) -> Measured:
         """Return the bytes that the runner needs beside its KV cache."""
-        return self.rehearsal(self.limits).measure(self.make_runner, platform, progress)
+        return self.warmup(self.limits).measure(self.make_runner, platform, progress)
 
     def start(
         self, config: EngineConfig, num_blocks: int, base: int, platform: Platform,
@@ -107,7 +107,7 @@ class Draft:
         limits = replace(self.limits, num_blocks=num_blocks)
         runner = self.make_runner(limits, lambda *_: None)
         if not platform.is_host:
-            self.rehearsal(limits).warm_up(runner, warming)
+            self.warmup(limits).run(runner, warming)
         assert config.speculative_config is not None
         sizes = DraftSizes(
             context=limits.max_model_len,

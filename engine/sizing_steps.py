@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.execution.no_adapters import NoAdapters
-from engine.execution.rehearsal import GREEDY
 from engine.execution.runner import Runner, RunnerLimits
+from engine.execution.warmup import GREEDY
 from engine.model.decoder import Decoder
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request

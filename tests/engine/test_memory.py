@@ -172,7 +172,7 @@ def test_activations_are_measured_before_the_kv_blocks_are_counted(
     assert engine.scheduler.cache.num_blocks == shape[0] == left // per_block
     assert "weights 30 MiB, adapters 10 MiB, activations 10 MiB, KV cache 40 MiB" in caplog.text
     monkeypatch.undo()
-    # The rehearsed steps left nothing behind: a request is answered as by an engine that was not measured.
+    # The steps of the warm-up left nothing behind: a request is answered as by an engine that was not measured.
     plain = make(model, request, kv_cache_memory=1 << 20, adapter_memory=8 * MIB, max_num_seqs=4)
     answers = []
     for each in (engine, plain):

@@ -88,7 +88,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
+class WarmUp:
     """The steps of an engine with these sizes. num_slots: number of slots of adapters. most_prompt_logits: rows of
     logits that a step computes for prompt_logprobs. most_drafts: maximum drafts of a request in a step; 0 without
     speculation.
@@ -142,7 +142,7 @@ class Rehearsal:
                 for adapters in mixes:
                     yield Shape((), decodes, adapters, drafts=drafts)
 
-    def warm_up(self, runner: StepRunner, progress: Callable[[int, int], None]) -> None:
+    def run(self, runner: StepRunner, progress: Callable[[int, int], None]) -> None:
         """Run all shapes. progress: called with the number of steps done and of all."""
         shapes = self.all_shapes()
         for done, shape in enumerate(shapes, 1):
@@ -155,7 +155,7 @@ class Rehearsal:
         platform: Platform,
         progress: Callable[[int, int], None],
     ) -> Measured:
-        """Return the bytes that a runner needs beside its KV cache. progress: as in `warm_up`.
+        """Return the bytes that a runner needs beside its KV cache. progress: as in `run`.
 
         The steps run on a KV cache of few blocks. Only the first graphs are captured; each other graph is assumed to
         take as many bytes as the largest captured one.
@@ -170,7 +170,7 @@ class Rehearsal:
             run_step(runner, shape, size)
         activations, seats = peak(), runner.seat_bytes
         if self._has_steps_without_graph:
-            self.warm_up(runner, progress)
+            self.run(runner, progress)
         runner.close()
         del runner
         graphs = _measure_graphs(partial(make_runner, few), peak) if few.graph_sizes else 0

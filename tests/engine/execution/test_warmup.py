@@ -17,7 +17,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.rehearsal import MEASURED_CAPTURES, Measured, Rehearsal
+from engine.execution.warmup import MEASURED_CAPTURES, Measured, WarmUp
 from engine.progress import CAPTURING, WARMING
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.scheduling.token_rules import AllowedTokens
@@ -153,14 +153,14 @@ def test_graphs_count_by_the_first_captures(make_engine: Callable[..., Any], mon
 
     monkeypatch.setattr(Card, "watch_peak", lambda _: peak)
     measured: list[Measured] = []
-    measure = Rehearsal.measure
+    measure = WarmUp.measure
 
-    def keep(self: Rehearsal, *given: Any) -> Measured:
+    def keep(self: WarmUp, *given: Any) -> Measured:
         measured.append(measure(self, *given))
         assert held["captures"] == MEASURED_CAPTURES
         return measured[-1]
 
-    monkeypatch.setattr(Rehearsal, "measure", keep)
+    monkeypatch.setattr(WarmUp, "measure", keep)
     _, _, said = make_engine()
     captures = max(total for phase, _, total in said if phase == CAPTURING)
     assert held["captures"] == MEASURED_CAPTURES + captures
