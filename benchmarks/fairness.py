@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -25,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +31,11 @@ from benchmarks.fairness_adapters import push_adapters
 from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, text_of
 from benchmarks.hostile.place import of_stack
 from benchmarks.plot import Bar, bar_chart
+from benchmarks.report_file import run_facts
 from loraplex.bench.metrics import percentile
 from loraplex.models import ensure_demo_model
 from testing.ports import free_port
-from testing.stack import CACHE, ROOT, Stack, data_dir, loraplex
+from testing.stack import CACHE, Stack, data_dir, loraplex
 
 SCHEDULERS = ("fair", "fcfs")
 VLLM = "vllm"
@@ -238,21 +236,9 @@ class Progress:
         print(f"{place} {pattern.name}, {server}: {words}", file=sys.stderr, flush=True)
 
 
-def about() -> dict[str, Any]:
-    command = ("git", "rev-parse", "--short", "HEAD")
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    return {
-        "date": str(date.today()),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "commit": commit.stdout.strip(),
-        "command": "python -m benchmarks.fairness " + " ".join(sys.argv[1:]),
-    }
-
-
 def write(out: Path, results: Results, device: str, seconds: float) -> None:
     """Write the tables, the figures of each run and a plot: OUT.md, OUT.json, OUT.svg."""
-    facts = about()
+    facts = run_facts("benchmarks.fairness")
     plain = {
         scenario: {
             server: [{f.name: None if f.value is None or math.isinf(f.value) else f.value for f in run} for run in runs]

@@ -23,19 +23,13 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 from adapters.tiers.reservations import CALM_WAIT_S, PAGE_WAIT_S
 from benchmarks.adapter_engine import (
@@ -48,6 +42,7 @@ from benchmarks.adapter_engine import (
     running_engine,
 )
 from benchmarks.plot import Bar, bar_chart
+from benchmarks.report_file import median_cell, run_facts
 from benchmarks.residency_bound import COPY_S, LOAD_S, STEP_S, Machine, Wait, waits
 from engine.scheduling.request import QUANTUM
 from testing.stack import ROOT
@@ -254,23 +249,14 @@ def table(case: str, engines: dict[str, list[Figures]]) -> str:
     names = list(dict.fromkeys(name for runs in engines.values() for run in runs for name in run))
     lines = [f"**{case}**", "", f"| engine | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for engine, runs in engines.items():
-        cells = [_cell([run[name] for run in runs if name in run]) for name in names]
+        cells = [median_cell([run[name] for run in runs if name in run]) for name in names]
         lines.append(f"| {engine} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(values: list[float]) -> str:
-    if not values:
-        return ""
-    middle, least, most = (f"{value:.3g}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if len(values) == 1 else f"{middle} ({least} to {most})"
-
-
 def write(out: Path, results: dict[str, dict[str, list[Figures]]], waits: dict[str, list[list[Wait]]]) -> None:
     """Write the figures of each round as JSON, with each request's tenant, wait and bound, and a plot beside them."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count(), "machine": platform.machine()}
-    facts |= {"commit": commit.stdout.strip(), "command": "python -m benchmarks.residency " + " ".join(sys.argv[1:])}
+    facts = run_facts("benchmarks.residency")
     each = {
         engine: [[[wait.tenant, round(wait.ttft, 3), round(wait.bound, 1)] for wait in run] for run in runs]
         for engine, runs in waits.items()
