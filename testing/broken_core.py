@@ -5,6 +5,7 @@ Started as `python -m testing.broken_core FD`.
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 from engine.core.child import main
 from engine.execution.runner import Runner
@@ -28,5 +29,5 @@ def forward(self: Runner, plan: Plan) -> Any:
 
 
 if __name__ == "__main__":
-    Runner.forward = forward  # type: ignore[method-assign]
-    main()
+    with patch.object(Runner, "forward", forward):
+        main()

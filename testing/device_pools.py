@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +12,7 @@ from adapters.tiers.device_pool import AdapterPool, Residency
 from testing.adapter_files import BASE
 
 Make = Callable[..., AdapterPool]
+T = TypeVar("T")
 
 
 def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY) -> None:
@@ -42,17 +43,18 @@ def pool_of(host: Any, num_adapters: int, worker: "Worker") -> AdapterPool:
     page_bytes = AdapterPool(BASE, host, memory=1 << 22, **options).page_bytes
     pool = AdapterPool(BASE, host, memory=num_adapters * page_bytes, **options)
     pool._copier.shutdown()
-    pool._copier = worker  # type: ignore[assignment]
+    pool._copier = worker
     return pool
 
 
-class Worker:
-    """Copy thread whose copies end when `finish` is called."""
+class Worker(ThreadPoolExecutor):
+    """Copy thread whose copies end when `finish` is called. It starts no thread."""
 
     def __init__(self) -> None:
-        self.copies: list[Future[None]] = []
+        super().__init__(1)
+        self.copies: list[Future[Any]] = []
 
-    def submit(self, *_: Any) -> Future[None]:
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         self.copies.append(Future())
         return self.copies[-1]
 
@@ -60,5 +62,3 @@ class Worker:
         copies, self.copies = self.copies, []
         for copy in copies:
             copy.set_result(None)
-
-    def shutdown(self, **_: Any) -> None: ...

@@ -18,6 +18,7 @@ from wire.telemetry.spans import Tracing
 if TYPE_CHECKING:
     from engine.core.service import CoreService
     from engine.engine import Engine
+    from engine.model.decoder import Decoder
     from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 # Fields of a request whose steps each take at least so many seconds, with the fixture `slow_steps` or in a process of
@@ -32,6 +33,14 @@ def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
         yield from engine.step()
         if engine.is_waiting_for_adapters:
             time.sleep(0.001)
+
+
+def decoder_of(engine: "Engine") -> "Decoder":
+    """Return the decoder of an engine that computes, which one on a simulated device does not."""
+    from engine.execution.runner import Runner
+
+    assert isinstance(engine.runner, Runner)
+    return engine.runner.decoder
 
 
 def whole_prompt_logprobs(outputs: "Iterable[RequestOutput]") -> "list[TokenLogprobs | None]":

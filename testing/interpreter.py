@@ -46,7 +46,7 @@ def speed_up() -> None:
         builder.options = options
     interpreter._patch_builtin = _patch_known_builtins(tl, interpreter)
     interpreter._patch_lang = _patch_once(tl, patch_lang)
-    interpreter._get_np_dtype = _with_memory(tl, np_dtype)
+    interpreter._get_np_dtype = _WithMemory(tl, np_dtype)
     tl.block_type.__init__ = _with_known_shapes(tl, tl.block_type.__init__)
     tl.dtype.__eq__ = _with_identity(tl.dtype.__eq__)
     tl.core._unwrap_if_constexpr = _with_plain_values(tl, unwrap)
@@ -111,18 +111,18 @@ def _patch_once(tl: Any, patch: Any) -> Any:
     return patch_lang
 
 
-def _with_memory(tl: Any, np_dtype: Any) -> Any:
-    """Return `_get_np_dtype` with a memory for scalars: it builds its table of all types in each call."""
-    scalars = functools.cache(np_dtype)
+class _WithMemory:
+    """`_get_np_dtype` with a memory for scalars: it builds its table of all types in each call."""
 
-    def remembering(dtype: Any) -> Any:
-        if isinstance(dtype, tl.block_type):
+    def __init__(self, tl: Any, np_dtype: Any) -> None:
+        self._block, self._pointer, self._np_dtype = tl.block_type, tl.pointer_type, np_dtype
+        self.scalars = functools.cache(np_dtype)
+
+    def __call__(self, dtype: Any) -> Any:
+        if isinstance(dtype, self._block):
             dtype = dtype.element_ty
         # Types of pointers have no hash.
-        return np_dtype(dtype) if isinstance(dtype, tl.pointer_type) else scalars(dtype)
-
-    remembering.scalars = scalars  # type: ignore[attr-defined]
-    return remembering
+        return self._np_dtype(dtype) if isinstance(dtype, self._pointer) else self.scalars(dtype)
 
 
 def _with_known_shapes(tl: Any, check: Any) -> Any:

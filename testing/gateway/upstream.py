@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 from aiohttp import web
 
@@ -117,7 +117,7 @@ class Upstream:
         self.streaming: set[asyncio.Transport] = set()
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
+    async def serving(self, port: int = 0) -> AsyncIterator[Self]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
