@@ -123,7 +123,8 @@ def report(out: Path, part: int | None) -> int:
     if shutil.which("git"):
         found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         commit = found.stdout.strip() or commit
-    failed, lines = [], []
+    failed: list[str] = []
+    lines: list[str] = []
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("w", buffering=1) as file:
 

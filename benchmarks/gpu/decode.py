@@ -8,8 +8,10 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
+from engine.execution.no_adapters import NoAdapters
 from engine.model.config import ModelConfig
 from engine.model.families import make_decoder, parse_model_config
+from engine.model.weights import ModelWeights
 from kernels.batch import Batch
 from kernels.gpu.ops import TritonOps
 from kernels.ops import EmbeddingLora, HeadLora, KvCache
@@ -20,11 +22,11 @@ BLOCK_SIZE, PAGE_RANK = 16, 8
 MIXED_RANKS = (8, 16, 32, 64, 128)
 
 
-class RandomWeights:
+class RandomWeights(ModelWeights):
     """Double of a checkpoint: matrices scaled so that activations neither grow nor fade, norms and biases of 1."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+        super().__init__([], dtype, device)
 
     def has_module(self, module: str) -> bool:
         return True
@@ -43,7 +45,7 @@ class RandomWeights:
         return dense(self.get(module, vocab_size, hidden_size))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tables:
     """`kernels.ops.LoraTables` with random pages."""
 
@@ -131,7 +133,7 @@ class DecodeStep:
         self.machine, self.contexts = machine, list(contexts)
         self.config = parse_model_config(machine.model)
         weights = RandomWeights(machine.dtype, machine.device)
-        self.decoder = make_decoder(self.config, TritonOps(), weights, max(contexts) + 1)  # type: ignore[arg-type]
+        self.decoder = make_decoder(self.config, TritonOps(), weights, max(contexts) + 1)
         self._blocks = [-(-(context + 1) // BLOCK_SIZE) for context in contexts]
         c = self.config
         self._shape = (sum(self._blocks), c.num_kv_heads, BLOCK_SIZE, c.head_dim)
@@ -149,7 +151,7 @@ class DecodeStep:
         self.use_adapters(None)
 
     def use_adapters(self, tables: Tables | None) -> None:
-        self.decoder.attach(self._kv, tables)  # type: ignore[arg-type]
+        self.decoder.attach(self._kv, NoAdapters(self.config.num_layers) if tables is None else tables)
 
     def batch(self, size: int, num_adapters: int = 0) -> Batch:
         device, row = self.machine.device, torch.arange(size)

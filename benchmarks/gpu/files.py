@@ -48,7 +48,7 @@ def write_model(raw: dict[str, Any], folder: Path, dtype: torch.dtype, device: t
         files.append({f"{layer}{name}.weight": matrix(*shape) for name, shape in projections(c).items()})
         for norm in ("input_layernorm", "post_attention_layernorm"):
             files[-1][f"{layer}{norm}.weight"] = ones.clone()
-    index = {}
+    index: dict[str, str] = {}
     for number, tensors in enumerate(files):
         name = f"model-{number:05}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})

@@ -64,7 +64,8 @@ async def _measured(machine: Machine, engine: "ServedEngine") -> list[str]:
         "| streams | tokens/s | step, ms | floor, ms | of the floor | front, µs a token |",
         "|---|---|---|---|---|---|",
     ]
-    found, base = [], {}
+    found: list[str] = []
+    base: dict[int, float] = {}
     for number in machine.engine_batches:
         for count in (0, machine.engine_adapters):
             rate, front = await _rate(machine, engine, number, count)

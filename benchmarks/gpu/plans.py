@@ -4,9 +4,10 @@ The first line of each table is the one in use (`kernels.gpu.segments.TILE_SIZES
 and `PREFILL`) and should be the fastest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -52,6 +53,9 @@ PREFILL: tuple[dict[str, int], ...] = (
     {"chunk": 512},
 )
 
+# A row's measured case: the arguments of `_attention` or `_lora` before the sizes.
+Case = TypeVar("Case")
+
 
 def figures(machine: Machine) -> Iterator[str]:
     """Return the microseconds of each candidate, by case."""
@@ -88,7 +92,12 @@ def figures(machine: Machine) -> Iterator[str]:
     )
 
 
-def _table(title: str, candidates: Sequence[dict[str, int]], cases: dict[str, Any], microseconds: Any) -> Iterator[str]:
+def _table(
+    title: str,
+    candidates: Sequence[dict[str, int]],
+    cases: dict[str, Case],
+    microseconds: Callable[[Case, dict[str, int]], float],
+) -> Iterator[str]:
     yield f"\n| {title} | " + " | ".join(f"{name}, µs" for name in cases) + " |"
     yield "|---|" + "---|" * len(cases)
     for change in candidates:
@@ -97,7 +106,11 @@ def _table(title: str, candidates: Sequence[dict[str, int]], cases: dict[str, An
 
 
 def _attention(
-    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], **tile: attention_work.Tile
+    machine: Machine,
+    heads: tuple[int, int, int],
+    lengths: list[tuple[int, int]],
+    decode: attention_work.Tile = attention_work.DECODE,
+    prefill: attention_work.Tile = attention_work.PREFILL,
 ) -> float:
     num_heads, num_kv_heads, head_dim = heads
     sets = [make(lengths, heads, machine.dtype, machine.device) for _ in range(machine.copies)]
@@ -107,9 +120,10 @@ def _attention(
         num_kv_heads,
         num_tokens=sum(queries for queries, _ in lengths),
         max_query_len=max(queries for queries, _ in lengths),
-        **tile,
+        decode=decode,
+        prefill=prefill,
     )
-    calls = [lambda a=a: paged_attention(*a, head_dim**-0.5, work=work) for a in sets]
+    calls = [partial(paged_attention, *each, head_dim**-0.5, work=work) for each in sets]
     return 1000 * machine.milliseconds(*calls)
 
 
@@ -133,4 +147,4 @@ def _lora(
     ]
     x = torch.randn(num_rows, width, dtype=dtype, device=device)
     y = torch.zeros(num_rows, bounds[-1], dtype=dtype, device=device)
-    return 1000 * machine.milliseconds(*(lambda g=g: segmented_lora(y, x, g, tables) for g in groups))
+    return 1000 * machine.milliseconds(*(partial(segmented_lora, y, x, group, tables) for group in groups))

@@ -5,6 +5,7 @@ hits, top-p.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.decode import floor_ms, matrix_elements
@@ -21,6 +22,7 @@ RANKS = (8, 16, 32, 64)
 ARRIVALS = 4
 
 # Tokens, and the seconds of each step.
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)
 Times = tuple[int, list[float]]
 Middle = Callable[[list[float]], float]
 
@@ -72,7 +74,7 @@ def base_loads(engine: Engine, machine: Machine, base: Times, found: list[str]) 
     """Yield the lines of streams without adapters: draws, contexts that differ, and prompts that arrive."""
     streams = max(machine.engine_batches)
     no_adapters: list[str | None] = [None] * streams
-    drawn = measure(engine, machine, no_adapters, temperature=0.7, top_p=0.8, top_k=20)
+    drawn = measure(engine, machine, no_adapters, sampling=replace(GREEDY, temperature=0.7, top_p=0.8, top_k=20))
     floor = floor_of(machine, engine, short(machine, streams), [])
     yield row("top-k 20, top-p 0.8", drawn, base, floor, "at least 95 % of the base")
     found.append(asked("top-k and top-p as served, of greedy", ratio(drawn, base), least=0.95))
@@ -156,7 +158,7 @@ def measure(
     adapters: Sequence[str | None],
     prompts: Sequence[int] = (),
     arrivals: int = 0,
-    **sampling: float,
+    sampling: SamplingParams = GREEDY,
 ) -> Times:
     """Return the tokens and the seconds of each step, from the first in which all requests decode.
 
@@ -164,12 +166,10 @@ def measure(
     loaded and their prompts cached, and all decode at the same time. Raises RuntimeError if they do not.
     """
     lengths = prompts or short(machine, len(adapters))
-    settings = {"temperature": 0, "ignore_eos": True, "seed": 0, **sampling}
     add(engine, adapters, lengths, SamplingParams(max_tokens=1))
     while engine.has_work():
         step(engine)
-    params = SamplingParams(max_tokens=machine.new_tokens + 2, **settings)  # type: ignore[arg-type]
-    add(engine, adapters, lengths, params)
+    add(engine, adapters, lengths, replace(sampling, max_tokens=machine.new_tokens + 2))
     while not all(request.is_decoding for request in engine.scheduler.requests.values()):
         step(engine)
     num_decoding = len(engine.scheduler.requests)

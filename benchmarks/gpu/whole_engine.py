@@ -17,13 +17,18 @@ from benchmarks.gpu.decode import floor_ms
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
-from engine.config import EngineConfig
+from engine.config import DType, EngineConfig
 from engine.engine import Engine
 from engine.model.families import parse_model_config
 from engine.scheduling.request import NewRequest, SamplingParams
 
 PROMPT_TOKENS = 32
 RANK = 16
+DTYPES: dict[torch.dtype, DType] = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 
 
 @contextmanager
@@ -55,8 +60,8 @@ def engine_config(
     is_card = machine.device.type == "cuda"
     return EngineConfig(
         model=str(model),
-        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        device=machine.device.type,  # type: ignore[arg-type]
+        dtype=DTYPES[dtype],
+        device=machine.device.type,
         max_num_seqs=max(machine.engine_batches) + 8,
         max_num_batched_tokens=machine.step_tokens,
         kv_cache_memory=(12 << 30) if is_card else (64 << 20),

@@ -1,6 +1,7 @@
 """The fused element-wise kernels at Llama-3.1-8B's widths, compared with the copy bandwidth."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -22,21 +23,20 @@ def works(quick: bool) -> Iterator[Work]:
     for num_tokens in [64] if quick else [64, 4096]:
         row = num_tokens * HIDDEN * 2
         pairs = [(randn(num_tokens, HIDDEN), randn(num_tokens, HIDDEN)) for _ in range(copies_past_l2(4 * row))]
-        calls = [lambda x=x, r=r: fused.add_rms_norm(x, r, weight, 1e-5) for x, r in pairs]
+        calls = [partial(fused.add_rms_norm, x, r, weight, 1e-5) for x, r in pairs]
         yield Work(f"add_rms_norm, {num_tokens} tokens", calls, 4 * row)
 
         row = num_tokens * INTERMEDIATE * 2
         inputs = [randn(num_tokens, 2 * INTERMEDIATE) for _ in range(copies_past_l2(3 * row))]
-        yield Work(f"silu_and_mul, {num_tokens} tokens", [lambda x=x: fused.silu_and_mul(x) for x in inputs], 3 * row)
+        yield Work(f"silu_and_mul, {num_tokens} tokens", [partial(fused.silu_and_mul, x) for x in inputs], 3 * row)
 
         qkv_width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
         row = num_tokens * qkv_width * 2
         inputs = [randn(num_tokens, qkv_width) for _ in range(copies_past_l2(2 * row))]
         cache = randn(2, -(-num_tokens // BLOCK_SIZE), NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         positions = torch.arange(num_tokens, device=device)
-        calls = [
-            lambda x=x, c=cache, p=positions: fused.rope_and_write_kv(x, p, cos_sin, c[0], c[1], p) for x in inputs
-        ]
+        others = positions, cos_sin, cache[0], cache[1], positions
+        calls = [partial(fused.rope_and_write_kv, x, *others) for x in inputs]
         yield Work(f"rope_and_write_kv, {num_tokens} tokens", calls, 2 * row)
 
 

@@ -1,9 +1,11 @@
 """Paged attention with Llama-3.1-8B's heads: decode against the copy bandwidth, prefill against the matrix rate."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
@@ -14,7 +16,9 @@ TITLE = "Paged attention"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 
 
-def make(lengths: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device):  # type: ignore[no-untyped-def]
+def make(
+    lengths: list[tuple[int, int]], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return arguments of paged_attention up to context_lens, with shuffled blocks; lengths: (queries, context)."""
     num_heads, num_kv_heads, head_dim = heads
     width = max(-(-context // BLOCK_SIZE) for _, context in lengths)
@@ -45,7 +49,7 @@ def work(name: str, lengths: list[tuple[int, int]], least_bandwidth: float = 0, 
     lists = list_work(*arguments[0][4:6], NUM_HEADS, NUM_KV_HEADS, num_tokens=num_tokens, max_query_len=queries)
     return Work(
         name,
-        [lambda a=a: paged_attention(*a, HEAD_DIM**-0.5, work=lists) for a in arguments],
+        [partial(paged_attention, *a, HEAD_DIM**-0.5, work=lists) for a in arguments],
         kv_bytes + 2 * num_tokens * NUM_HEADS * HEAD_DIM * 2,
         4 * scores * NUM_HEADS * HEAD_DIM,
         least_bandwidth=least_bandwidth,

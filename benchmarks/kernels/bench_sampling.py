@@ -1,8 +1,10 @@
 """The sampler at Llama-3.1-8B's vocabulary, by kind of row; its floor is one pass over the logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
@@ -21,14 +23,18 @@ KINDS = {
 }
 
 
-def parameters(kind: str, num_rows: int, device: torch.device) -> list[torch.Tensor]:
-    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
-    columns = [
-        torch.full((num_rows,), value, dtype=dtype, device=device)
-        for value, dtype in zip(KINDS[kind], dtypes, strict=True)
-    ]
-    row = torch.arange(num_rows, device=device)
-    return [*columns, row, row + 7]
+def parameters(kinds: Sequence[str], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the sampler's parameters of rows of these kinds."""
+    temperature, top_k, top_p, min_p = zip(*(KINDS[kind] for kind in kinds), strict=True)
+    row = torch.arange(len(kinds), device=device)
+    return (
+        torch.tensor(temperature, dtype=torch.float32, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+        row,
+        row + 7,
+    )
 
 
 def works(quick: bool) -> Iterator[Work]:
@@ -37,13 +43,12 @@ def works(quick: bool) -> Iterator[Work]:
         num_bytes = 4 * num_rows * VOCAB
         inputs = [torch.randn(num_rows, VOCAB, device=device) * 3 for _ in range(copies_past_l2(num_bytes))]
         for kind in KINDS:
-            columns = parameters(kind, num_rows, device)
-            yield Work(f"{num_rows} rows, {kind}", [lambda x=x, c=columns: sample(x, *c) for x in inputs], num_bytes)
+            columns = parameters([kind] * num_rows, device)
+            yield Work(f"{num_rows} rows, {kind}", [partial(sample, x, *columns) for x in inputs], num_bytes)
 
 
 def dry_run(device: torch.device, dtype: torch.dtype) -> None:
     """Check one small case of each kind against the reference, on any device. Raises AssertionError if they differ."""
     x = torch.randn(len(KINDS), 300, generator=torch.Generator().manual_seed(0)) * 3
-    columns = [torch.cat(rows) for rows in zip(*(parameters(kind, 1, x.device) for kind in KINDS), strict=True)]
-    got = sample(x.to(device), *(column.to(device) for column in columns))
-    assert got.tolist() == reference.sample(x, *columns).tolist()
+    got = sample(x.to(device), *parameters(list(KINDS), device))
+    assert got.tolist() == reference.sample(x, *parameters(list(KINDS), x.device)).tolist()

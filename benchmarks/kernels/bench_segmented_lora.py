@@ -1,6 +1,7 @@
 """Segmented LoRA on Llama-3.1-8B's projections, beside the base projection whose output it adds to."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn.functional import linear
@@ -69,10 +70,10 @@ def work(name: str, group_name: str, num_tokens: int, ranks: list[int]) -> Work:
     rank_of_token = sum(ranks[t % len(ranks)] for t in range(num_tokens))
     return Work(
         name,
-        [lambda g=g: segmented_lora(y, x, g, segments) for g in groups],
+        [partial(segmented_lora, y, x, g, segments) for g in groups],
         num_bytes,
         2 * rank_of_token * (slices * in_features + out_features),
-        [lambda w=w: linear(x, w) for w in weight],
+        [partial(linear, x, w) for w in weight],
     )
 
 

@@ -6,9 +6,9 @@ from a data sheet.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -20,10 +20,10 @@ class Work:
     """Row of a table. calls: the same work on different memory. num_bytes, flops: lower bounds for one call."""
 
     name: str
-    calls: list[Callable[[], object]]
+    calls: Sequence[Callable[[], object]]
     num_bytes: int
     flops: int = 0
-    baseline: list[Callable[[], object]] | None = None
+    baseline: Sequence[Callable[[], object]] | None = None
     """What the work is added to (LoRA: the base projection), timed beside it."""
     least_bandwidth: float = 0.0
     least_matrix: float = 0.0
@@ -45,7 +45,7 @@ def copies_past_l2(bytes_per_call: int) -> int:
     return max(2, min(64, -(-2 * l2 // bytes_per_call)))
 
 
-def microseconds(calls: list[Callable[[], object]]) -> float:
+def microseconds(calls: Sequence[Callable[[], object]]) -> float:
     """Return the median device time of one call."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -73,7 +73,7 @@ def bandwidth() -> float:
     """Return bytes per second of a device-to-device copy, counting read and written bytes."""
     source = [torch.empty(512 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     target = torch.empty_like(source[0])
-    return 2 * target.numel() / microseconds([lambda s=s: target.copy_(s) for s in source]) * 1e6
+    return 2 * target.numel() / microseconds([partial(target.copy_, s) for s in source]) * 1e6
 
 
 @cache
