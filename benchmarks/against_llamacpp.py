@@ -44,7 +44,7 @@ class LlamaCpp:
 
     def __init__(self, venv: Path, model: Path, threads: int) -> None:
         program = Path(__file__).with_name("llamacpp_side.py")
-        command = [venv / "bin" / "python", program, model, str(threads), str(STREAMS), str(CONTEXT)]
+        command: list[str | Path] = [venv / "bin" / "python", program, model, str(threads), str(STREAMS), str(CONTEXT)]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             command,

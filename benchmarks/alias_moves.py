@@ -136,8 +136,8 @@ async def measure(gateway: Gateway, double: TimedDouble, folder: Path, requests:
     digests = []
     async with GatewayClient(gateway.url, client.key or "") as api:
         for seed in range(VERSIONS):
-            made = await api.push_adapter(None, "pirate", write(folder / f"v{seed}", tensors(seed=seed)))
-            digests.append(made["digest"])
+            pushed = await api.push_adapter(None, "pirate", write(folder / f"v{seed}", tensors(seed=seed)))
+            digests.append(pushed["digest"])
     run = Moves(client, double, digests)
     etag = await run.move(0, None)
     shares = [{"version": version, "weight": weight} for version, weight in zip((3, 4), CANARY, strict=True)]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,16 @@ def questions(database: Database) -> dict[str, Callable[[], Awaitable[Any]]]:
     for name, length in periods.items():
         since = NOW - length
         for group_by in (None, "tenant", "model", "engine"):
-            found[f"activity, {name}, by {group_by}"] = lambda s=since, g=group_by: activity.report(since=s, group_by=g)
-        found[f"activity, {name}, one tenant by model"] = lambda s=since: activity.report(
-            since=s, scope=one, group_by="model"
+            found[f"activity, {name}, by {group_by}"] = partial(activity.report, since=since, group_by=group_by)
+        found[f"activity, {name}, one tenant by model"] = partial(
+            activity.report, since=since, scope=one, group_by="model"
         )
-        found[f"activity, {name}, the base model by tenant"] = lambda s=since: activity.report(
-            since=s, scope=Scope(model="base"), group_by="tenant"
+        found[f"activity, {name}, the base model by tenant"] = partial(
+            activity.report, since=since, scope=Scope(model="base"), group_by="tenant"
         )
-        found[f"usage report, {name}, by tenant"] = lambda s=since: report.page(("tenant",), since=s, limit=1000)
-        found[f"usage report, {name}, one tenant by model and day"] = lambda s=since: report.page(
-            ("model", "day"), tenant="tenant-1", since=s, limit=1000
+        found[f"usage report, {name}, by tenant"] = partial(report.page, ("tenant",), since=since, limit=1000)
+        found[f"usage report, {name}, one tenant by model and day"] = partial(
+            report.page, ("model", "day"), tenant="tenant-1", since=since, limit=1000
         )
     filters = {
         "all": LogFilter(),
@@ -72,7 +73,7 @@ def questions(database: Database) -> dict[str, Callable[[], Awaitable[Any]]]:
         "before two weeks": LogFilter(until=NOW - timedelta(days=14)),
     }
     for name, criteria in filters.items():
-        found[f"request log, {name}"] = lambda w=criteria: log.page(w)
+        found[f"request log, {name}"] = partial(log.page, criteria)
     found["request log, one id"] = lambda: log.find(f"req_{NOW:%m%d%H}{1:026}")
     return found
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,6 +127,10 @@ CONFIRM, CONFIRMED = "/confirm", "act=retire&version=1"
 NO_PAGE = re.compile(r"/events$|/answers/|/login|/export$")
 
 
+def _value_in(folder: str, parameter: re.Match[str]) -> str:
+    return VALUES_IN.get((folder, parameter[1])) or VALUES[parameter[1]]
+
+
 def pages_of(home: str, named: tuple[str, ...]) -> Iterator[str]:
     """Yield the named pages, and those of the table of routes that are not among them."""
     yield from named
@@ -136,9 +141,7 @@ def pages_of(home: str, named: tuple[str, ...]) -> Iterator[str]:
         if NO_PAGE.search(route.path):
             continue
         folder = "sessions" if "/sessions/" in route.path else route.path.split("/")[2]
-        path = re.sub(
-            r"{(\w+)[^}]*}", lambda name, of=folder: VALUES_IN.get((of, name[1])) or VALUES[name[1]], route.path
-        )
+        path = re.sub(r"{(\w+)[^}]*}", partial(_value_in, folder), route.path)
         if path not in known:
             query = CONFIRMED if path.endswith(CONFIRM) else NEEDED.get(path)
             yield path if query is None else f"{path}?{query}"

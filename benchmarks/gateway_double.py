@@ -11,6 +11,7 @@ import asyncio
 import json
 import random
 import time
+from typing import cast
 
 PROMPT_TOKENS = 50
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -43,8 +44,8 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.timer is not None:

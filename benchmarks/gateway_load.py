@@ -11,6 +11,8 @@ import asyncio
 import json
 import re
 import time
+from functools import partial
+from typing import cast
 from urllib.parse import urlsplit
 
 MADE = re.compile(rb"made_us=(\d+) ")
@@ -25,8 +27,8 @@ class Connection(asyncio.Protocol):
         self.buffer = bytearray()
         self.last: tuple[int, int] | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self.ask()
 
     def ask(self) -> None:
@@ -86,6 +88,8 @@ class Load:
         self.added_gaps: list[float] = []
         self.failures: list[str] = []
         parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
         self.address = (parts.hostname, parts.port)
         self.requests = []
         for index in range(connections):
@@ -101,7 +105,7 @@ class Load:
         connections = self.open
         for index, request in enumerate(self.requests):
             await asyncio.sleep(max(0.0, started + START_SECONDS * index / connections - time.perf_counter()))
-            await loop.create_connection(lambda request=request: Connection(self, request), *self.address)
+            await loop.create_connection(partial(Connection, self, request), *self.address)
         await self.ended
         seconds = time.perf_counter() - started
         measured = {

@@ -170,8 +170,9 @@ class ServedEngine:
         """Return seconds of CPU: the front's, the system calls' part of it, and all else, also of a core's process."""
         threads = {t.id: t for t in self._root.threads()}
         front = threads.pop(self._root.pid)
-        others = [*threads.values(), *(child.cpu_times() for child in self._root.children())]
-        rest = sum(t.user_time + t.system_time if hasattr(t, "user_time") else t.user + t.system for t in others)
+        rest = sum(thread.user_time + thread.system_time for thread in threads.values())
+        for times in (child.cpu_times() for child in self._root.children()):
+            rest += times.user + times.system
         return front.user_time + front.system_time, front.system_time, rest
 
     @property

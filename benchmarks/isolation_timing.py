@@ -51,7 +51,7 @@ async def timed(send: Send) -> float:
     return time.perf_counter() - started
 
 
-async def compare(name: str, sends: Callable[[int], tuple[Send, Send]], pairs: int) -> tuple[str, float]:
+async def compare(name: str, sends: Callable[[int], Sequence[Send]], pairs: int) -> tuple[str, float]:
     """Return the table's line of a pair of requests, and their AUC. sends: makes the requests of a pair."""
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(-5, pairs):
@@ -124,9 +124,11 @@ async def measure(pairs: int, uploads: int) -> tuple[list[str], float]:
 
                     return send
 
+                def repeating(*both: Send) -> Callable[[int], Sequence[Send]]:
+                    return lambda _: both
+
                 for foreign, absent in chosen(theirs):
-                    both = sending(foreign), sending(absent)
-                    line, found = await compare(describe(foreign), lambda _, both=both: both, pairs)
+                    line, found = await compare(describe(foreign), repeating(sending(foreign), sending(absent)), pairs)
                     lines.append(line)
                     print(line, flush=True)
                     worst = max(worst, abs(found - 0.5))

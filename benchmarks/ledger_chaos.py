@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ class Stack:
 
     async def until_ready(self, session: aiohttp.ClientSession, seconds: float) -> None:
         for url in self.gateways:
-            await until(lambda url=url: answers(session, f"{url}/readyz"), seconds, f"{url} is not ready")
+            await until(partial(answers, session, f"{url}/readyz"), seconds, f"{url} is not ready")
 
     async def stop(self) -> None:
         for part in (*self.gateway_parts, self.engine, self.valkey):

@@ -39,15 +39,16 @@ async def check(
     engines = await until_there(connection, books_file, seconds)
     ledger = {row["request_id"]: row for row in await connection.fetch("SELECT * FROM usage")}
     sums = "requests", *COMPARED
-    totals = [
-        [int(value or 0) for value in await connection.fetchrow(f"SELECT {columns} FROM {table}")]
-        for table, columns in (
-            ("usage", ", ".join(["count(*)", *(f"sum({name})" for name in COMPARED)])),
-            ("usage_hourly", ", ".join(f"sum({name})" for name in sums)),
-            ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
-        )
-    ]
-    tables = dict(await connection.fetch("SELECT tableoid::regclass::text, count(*) FROM usage GROUP BY 1"))
+    totals = []
+    for table, columns in (
+        ("usage", ", ".join(["count(*)", *(f"sum({name})" for name in COMPARED)])),
+        ("usage_hourly", ", ".join(f"sum({name})" for name in sums)),
+        ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
+    ):
+        [row] = await connection.fetch(f"SELECT {columns} FROM {table}")
+        totals.append([int(value or 0) for value in row])
+    counts = await connection.fetch("SELECT tableoid::regclass::text AS name, count(*) AS rows FROM usage GROUP BY 1")
+    tables: dict[str, int] = {row["name"]: row["rows"] for row in counts}
     rejected = await connection.fetchval("SELECT count(*) FROM usage_rejected")
     costs = {row["tenant_id"]: int(row["cost"]) for row in await connection.fetch(COSTS)}
     await connection.close()
@@ -135,6 +136,8 @@ async def read_spent(socket_path: Path, tenant_ids: Iterable[str], seconds: floa
             await until(all_settled, seconds, "")
         for tenant_id in tenant_ids:
             state = await redis.hget(f"loraplex:{{{tenant_id}}}:quota", "tenant:b")
+            # The client decodes no answers.
+            assert state is None or isinstance(state, bytes)
             found[tenant_id] = int(struct.unpack_from("dd", state)[1]) if state else 0
     return found
 

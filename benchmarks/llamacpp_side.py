@@ -83,7 +83,8 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()
-        seconds = {"decode": side.decode, "prefill": side.prefill}[name](*map(int, arguments))
+        numbers = map(int, arguments)
+        seconds = side.prefill(*numbers) if name == "prefill" else side.decode(*numbers)
         print(*seconds, flush=True)
 
 

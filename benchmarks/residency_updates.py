@@ -39,14 +39,8 @@ START_SECONDS, KNOWN_SECONDS = 60.0, 10.0
 LOOK_SECONDS = 0.0005
 
 
-class Asking:
-    """Follower that polls, as the gateway does for engines that push nothing."""
-
-    def __init__(self, checks: HealthChecks) -> None:
-        self._checks = checks
-
-    async def __call__(self, engine: EngineRecord) -> None:
-        await self._checks(engine)
+class Polls(HealthChecks):
+    """Checks without following, as the gateway does for engines that push nothing."""
 
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         return False
@@ -78,8 +72,8 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
 
         for _ in range(workers):
             session = await stack.enter_async_context(ClientSession())
-            checks = HealthChecks(session, kinds_of(session), only(BASE_MODEL))
-            registry = Registry(listed, checks if pushed else Asking(checks))
+            checks = (HealthChecks if pushed else Polls)(session, kinds_of(session), only(BASE_MODEL))
+            registry = Registry(listed, checks)
             task = asyncio.create_task(registry.watch(lambda: None))
             stack.callback(task.cancel)
             registries.append(registry)

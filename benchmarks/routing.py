@@ -23,6 +23,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -199,7 +200,7 @@ class Simulation:
 
     def run(self, requests: list[Request]) -> None:
         for number, request in enumerate(requests):
-            self._at(request.arrival, lambda number=number, request=request: self._arrive(number, request))
+            self._at(request.arrival, partial(self._arrive, number, request))
         self._at(0.0, self._push)
         while len(self.done) < len(requests):
             self._now, _, event = heapq.heappop(self._events)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -141,10 +142,10 @@ async def measure(requests: int, rate: float) -> list[str]:
                 "ours": choose,
             }
             for name, policy in policies.items():
-                candidates.choose = policy  # type: ignore[assignment]
-                await load(client, WARMUP, rate, seed=2)
-                before = await total(gateway, urls, "adapter_loads")
-                seconds = await load(client, requests, rate, seed=3)
+                with patch.object(candidates, "choose", policy):
+                    await load(client, WARMUP, rate, seed=2)
+                    before = await total(gateway, urls, "adapter_loads")
+                    seconds = await load(client, requests, rate, seed=3)
                 loads = await total(gateway, urls, "adapter_loads") - before
                 median, worst = seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
                 lines.append(f"| {name} | {loads} | {median * 1000:.0f} ms | {worst * 1000:.0f} ms |")

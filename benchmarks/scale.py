@@ -148,9 +148,9 @@ def table_of_parts(found: Sequence[Part], scale: Scale, active: int) -> Iterator
     yield "| part | where | cores before | cores | limit before | limit | beyond |"
     yield "|---|---|---|---|---|---|---|"
     for part in found:
-        before, was = ("", "") if part.before is None else (f"{part.before:.2f}", part.limit(part.before))
+        cores, was = ("", "") if part.before is None else (f"{part.before:.2f}", part.limit(part.before))
         yield (
-            f"| {part.name} | {part.where} | {before} | {part.load:.2f} | {was} | "
+            f"| {part.name} | {part.where} | {cores} | {part.load:.2f} | {was} | "
             f"{part.limit(part.load)} | {part.beyond} |"
         )
 

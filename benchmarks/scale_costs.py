@@ -136,7 +136,7 @@ def service_reports(part: str, number: int, tenants: int) -> Cost:
         shares = [TenantShare(f"tenant-{chance.randrange(tenants)}", 1.0, 0.0, 1, 0, 0.0, 0.0, 0.0) for _ in range(20)]
         record.state = EngineState(tenants=shares)
 
-    async def send(_engine: EngineRecord, _service: dict[str, float]) -> None:
+    async def send(engine: EngineRecord, service: dict[str, float]) -> None:
         pass
 
     service = EngineService(lambda: records, send)

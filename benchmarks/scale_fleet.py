@@ -208,7 +208,7 @@ class Simulation:
         self._adapters = list(itertools.accumulate(1 / (i + 1) ** scale.zipf for i in range(scale.adapters)))
         self._tenants = list(itertools.accumulate(1 / (i + 1) ** 0.8 for i in range(scale.tenants)))
         # Service by tenant in all processes, as `service_counters.lua` counts it.
-        self._shared: Counter[str] = Counter()
+        self._shared: defaultdict[str, float] = defaultdict(float)
 
     async def run(self) -> None:
         random.seed(self._scale.seed)

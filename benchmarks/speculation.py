@@ -32,7 +32,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from benchmarks.random_models import save_deeper_model
 from benchmarks.sweep import make_adapters
-from engine.config import EngineConfig
+from engine.config import DType, EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.speculative_config import SpeculativeConfig
@@ -70,10 +70,10 @@ class Side:
     steps: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, model: Path, adapters: list[Path], speculation: SpeculativeConfig | None, dtype: str) -> "Side":
+    def start(cls, model: Path, adapters: list[Path], speculation: SpeculativeConfig | None, dtype: DType) -> "Side":
         host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
         config = EngineConfig(
-            model=str(model), dtype=dtype, device="cpu", max_lora_rank=RANK, kv_cache_memory=KV_BYTES,  # type: ignore[arg-type]
+            model=str(model), dtype=dtype, device="cpu", max_lora_rank=RANK, kv_cache_memory=KV_BYTES,
             adapter_memory=320 << 20, speculative_config=speculation,
         )  # fmt: skip
         return cls(Engine(config, host), host, [host.add_path(path) for path in adapters])

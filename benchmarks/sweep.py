@@ -31,6 +31,7 @@ from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.memory import lazy_zeros
 from loraplex.models import ensure_demo_model
+from testing.engine import decoder_of
 
 STEPS = 14  # the first two are not counted
 MAX_TOKENS = 64 * 4096
@@ -89,7 +90,7 @@ class Bench:
             kv_cache_memory=memory, adapter_memory=memory // 4, enable_prefix_caching=False,
         )  # fmt: skip
         self.engine = Engine(config, host)
-        for kv in self.engine.runner.decoder.kv:
+        for kv in decoder_of(self.engine).kv:
             for cache in (kv.k, kv.v):  # otherwise every block is the kernel's one shared page of zeros
                 cache.copy_(torch.randn(cache.shape[1:]) * 0.1)
 
@@ -138,7 +139,7 @@ class Bench:
             engine.step()
         if prompt:
             engine.add_request(NewRequest("long", prompt, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)))
-        times = []
+        times: list[float] = []
         while "long" in engine.scheduler.requests or len(times) < steps:
             times.append(_seconds(engine.step))
         for i in range(streams):
@@ -152,7 +153,7 @@ def _p99(values: list[float]) -> float:
 
 def floor_ms(bench: Bench, batch: int, context: int, read: float, rate: float) -> float:
     c = bench.engine.model_config
-    w = bench.engine.runner.decoder.weights
+    w = decoder_of(bench.engine).weights
     matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
     matrices += w.lm_head.in_features * w.lm_head.out_features
     memory = (2 * matrices + 2 * c.kv_elements_per_token * batch * context) / read
