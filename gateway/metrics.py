@@ -210,6 +210,11 @@ class Metrics:
         self._loop_lag_max = self._gauge(
             "loraplex_gateway_loop_lag_max_seconds", "Longest stall of the event loop in the last minute."
         )
+        self._loop_stalled = self._counter(
+            "loraplex_gateway_loop_stalled_seconds_total",
+            "Seconds of the event loop's stalls of more than 100 ms: computing, waiting_for_cpu or blocked.",
+            "cause",
+        )
         self._part_up = self._gauge(
             "loraplex_gateway_part_up",
             "1 if /readyz reports the part as ok: database, redis, quota, engines, tokenizer, ledger, process.",
@@ -300,6 +305,10 @@ class Metrics:
     def watch_loop(self, last: Callable[[], float], longest: Callable[[], float]) -> None:
         self._loop_lag.set_function(last)
         self._loop_lag_max.set_function(longest)
+
+    def loop_stalled(self, cause: str, seconds: float) -> None:
+        """Count a part of a stall. cause: "computing", "waiting_for_cpu" or "blocked"."""
+        self._loop_stalled.labels(cause).inc(seconds)
 
     def adapter_mismatch(self, engine: str) -> None:
         """Count an answer with another adapter than the request's. engine: its URL."""

@@ -16,6 +16,7 @@ from adapters.store_s3 import Bucket
 from gateway.fleet.client import new_session
 from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
+from gateway.process.loop_stalls import StallLog
 from gateway.records.bases.base import Base, Shape
 from gateway.records.database import Database
 from gateway.redis.client import connect
@@ -66,7 +67,8 @@ async def open_resources(settings: Settings) -> Resources:
     with problems.collect():
         tracing = _start_tracing()
     problems.report()
-    metrics, lag = Metrics(), LoopLag()
+    metrics = Metrics()
+    lag = LoopLag(StallLog(metrics.loop_stalled).report)
     metrics.watch_loop(lambda: lag.last, lambda: lag.longest)
     return Resources(
         settings,

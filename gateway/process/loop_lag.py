@@ -7,9 +7,14 @@ answer waits in the socket's buffer while the deadline passes.
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
-TICK_SECONDS = 0.05
+from gateway.process.loop_stalls import EXPLAINED_SECONDS, Stall, Watchdog
+from gateway.process.thread_times import ThreadTimes
+
+# A stall begins up to a tick before the lag that shows it.
+TICK_SECONDS = 0.02
 # A timer that is later than this is a stall; a shorter delay is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
 # Stalls older than this are dropped.
@@ -19,9 +24,13 @@ SLICES = 10
 
 
 class LoopLag:
-    """Lag of an event loop, measured while `watch` runs. Times are `time.monotonic`'s."""
+    """Lag of an event loop, measured while `watch` runs. Times are `time.monotonic`'s.
 
-    def __init__(self) -> None:
+    explained: called in the loop with each stall of more than EXPLAINED_SECONDS.
+    """
+
+    def __init__(self, explained: Callable[[Stall], None]) -> None:
+        self._explained = explained
         # Lag of the newest tick, in seconds.
         self.last = 0.0
         # End and length of each stall in the window.
@@ -49,17 +58,24 @@ class LoopLag:
 
     async def watch(self) -> None:
         """Measure until cancelled. Run it as a task."""
+        times, watchdog = ThreadTimes(), Watchdog(lambda: self._due)
         try:
             while True:
-                self._due = time.monotonic() + TICK_SECONDS
+                before = times.read()
+                self._due = before.at + TICK_SECONDS
                 await asyncio.sleep(TICK_SECONDS)
                 now = time.monotonic()
                 self.last = max(0.0, now - self._due)
                 if self.last > STALL_SECONDS:
                     self._stalls.append((now, self.last))
+                if self.last > EXPLAINED_SECONDS:
+                    after = times.read()
+                    self._explained(watchdog.explain(after.at - self._due, before, after))
                 self._forget(now)
         finally:
             self._due = None
+            watchdog.end()
+            times.close()
 
     def _forget(self, now: float) -> None:
         while self._stalls and self._stalls[0][0] < now - WINDOW_SECONDS:
