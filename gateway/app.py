@@ -23,6 +23,7 @@ from gateway.pages.frame.errors import error_pages
 from gateway.process.admin_port import keep_off_public_port
 from gateway.process.connections import ConnectionLimiter
 from gateway.process.drain import Drain
+from gateway.process.loop_lag import LoopLag
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.route_table import PARAMETERS, add_routes
@@ -37,6 +38,7 @@ REGISTRY = web.AppKey("registry", Registry)
 LEDGER = web.AppKey("ledger", Ledger)
 DRAIN = web.AppKey("drain", Drain)
 CONNECTIONS = web.AppKey("connections", ConnectionLimiter)
+LAG = web.AppKey("lag", LoopLag)
 
 
 async def make_app(settings: Settings) -> web.Application:
@@ -52,7 +54,7 @@ async def make_app(settings: Settings) -> web.Application:
     app[METRICS], app[DATABASE], app[REGISTRY] = resources.metrics, resources.database, gateway.serving.registry
     app[DELIVERIES], app[AUTH] = gateway.deliveries, gateway.records.auth
     app[QUOTA], app[LEDGER] = billing.quota, billing.ledger
-    app[DRAIN], app[CONNECTIONS] = gateway.drain, gateway.connections
+    app[DRAIN], app[CONNECTIONS], app[LAG] = gateway.drain, gateway.connections, resources.lag
     app[TRUST_TRACEPARENT] = settings.trust_traceparent
     add_routes(app, gateway.handlers, Guards(gateway.records.auth, PageGuard(gateway.records.sessions)))
     return app

@@ -14,7 +14,7 @@ from aiohttp import web
 from gateway.api.access_log import hide_server
 from gateway.api.health import MetricsPage
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
-from gateway.app import CONNECTIONS, DRAIN, METRICS, make_app
+from gateway.app import CONNECTIONS, DRAIN, LAG, METRICS, make_app
 from gateway.log_format import set_up_logging
 from gateway.metrics import Metrics
 from gateway.process.background import running
@@ -97,14 +97,13 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
     async with AsyncExitStack() as life:
         try:
             async with starting:
-                url = await life.enter_async_context(listening(await make_app(settings), settings))
+                url = await life.enter_async_context(listening(await make_app(settings), settings, steady))
         except TimeoutError:
             if not starting.expired():
                 raise
             log.info("stopped before any request was taken")
             return
         serving = True
-        steady()
         ready(url)
         await stop.wait()
         if parent is not None:
@@ -113,8 +112,13 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
 
 
 @asynccontextmanager
-async def listening(app: web.Application, settings: Settings) -> AsyncIterator[str]:
-    """Serve the gateway's application on the configured ports; yield its URL and drain on exit."""
+async def listening(
+    app: web.Application, settings: Settings, started: Callable[[], None] = lambda: None
+) -> AsyncIterator[str]:
+    """Serve the gateway's application on the configured ports; yield its URL and drain on exit.
+
+    started: called once all parts run, before the first client can connect.
+    """
     # handler_cancellation: when a client leaves, its handler is cancelled, which closes the connection to the engine.
     # keepalive_timeout: limits the wait for a complete head of a request, also for the first one of a connection.
     runner = web.AppRunner(
@@ -141,6 +145,8 @@ async def listening(app: web.Application, settings: Settings) -> AsyncIterator[s
         server = runner.server
         assert server is not None
         allow_descriptors(settings.max_connections)
+        started()
+        app[LAG].explain_from_now()
         shared = settings.workers > 1
         await _bind(runner, "LORAPLEX_PORT", settings.host, settings.port, shared=shared)
         if settings.admin_port is not None:

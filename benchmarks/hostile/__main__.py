@@ -26,6 +26,7 @@ is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
+Beside a stall is its cause, if the gateway has logged one (`gateway.loop_stalled`).
 """
 
 import argparse

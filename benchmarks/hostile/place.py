@@ -31,8 +31,8 @@ BANK_CONTEXT = 65_536
 class Place:
     """A running gateway and its environment.
 
-    temporary: its processes' folder for temporary files. control: the URL at which doubles report their observations,
-    if any. is_simulated: whether the engine's steps take no CPU time.
+    temporary: its processes' folder for temporary files. log: the gateway's. control: the URL at which doubles report
+    their observations, if any. is_simulated: whether the engine's steps take no CPU time.
     """
 
     url: str
@@ -42,6 +42,7 @@ class Place:
     redis_url: str
     store: Path
     temporary: Path
+    log: Path
     has_real_engine: bool = True
     control: str = ""
     is_simulated: bool = False
@@ -70,6 +71,7 @@ def of_stack(stack: Stack) -> Place:
         redis_url=f"unix://:{secrets['redis_password']}@{socket[1]}",
         store=stack.data / "adapters",
         temporary=stack.temporary,
+        log=stack.data / "logs" / "gateway.log",
     )
 
 
@@ -137,9 +139,10 @@ def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
             "LORAPLEX_PORT": str(port),
             "TMPDIR": str(temporary),
         } | description.get("environment", {})
-        gateway = exits.enter_context(_process(folder / "gateway.log", "loraplex.cli", "gateway", **environment))
+        log = folder / "gateway.log"
+        gateway = exits.enter_context(_process(log, "loraplex.cli", "gateway", **environment))
         url = f"http://127.0.0.1:{port}"
-        _wait_ready(url, gateway, folder / "gateway.log")
+        _wait_ready(url, gateway, log)
         yield Place(
             url=url,
             admin_key=ADMIN_KEY,
@@ -148,6 +151,7 @@ def before_doubles(folder: Path, kind: str) -> Iterator[Place]:
             redis_url=redis_url,
             store=folder / "adapters",
             temporary=temporary,
+            log=log,
             has_real_engine=False,
             control=description["control"],
         )

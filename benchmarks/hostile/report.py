@@ -84,7 +84,7 @@ class Report:
         for each in self.results:
             verdict = "; ".join([*each.all_missed, *each.undecided])
             prefix = "**missed**: " if each.all_missed else "undecided: " if each.undecided else "holds"
-            stall = f"{each.stall * 1000:.0f} ({each.quiet_stall * 1000:.0f}) ms"
+            stall = f"{each.stall * 1000:.0f} ({each.quiet_stall * 1000:.0f}) ms{_causes(each)}"
             ratios = (str(each.p50), _plain(each.of_control[0]), str(each.p99), _plain(each.of_control[1]))
             sizes = (f"{each.upload:.2f} s", f"{each.memory / 2**20:+.0f} MiB", stall)
             attacker = (_rates(each), f"{each.waited:.0%}", _statuses(each))
@@ -100,6 +100,19 @@ def _plain(value: float | None) -> str:
 
 def _rates(result: Result) -> str:
     return f"{result.rate:.1f} ({result.quiet_rate:.1f})"
+
+
+def _causes(result: Result) -> str:
+    """Return the causes of the stalls that the gateway's log explains, each with the innermost function."""
+    words = [("", words) for words in result.explained] + [("quiet: ", words) for words in result.quiet_explained]
+    return "".join(f"; {prefix}{_cause(each)}" for prefix, each in words)
+
+
+def _cause(words: str) -> str:
+    head, _, stack = words.partition(" stack=")
+    fields = dict(word.partition("=")[::2] for word in head.split())
+    cause = fields.get("cause", "")
+    return f"{fields.get('held_ms')} ms, {fields.get(f'{cause}_ms')} {cause}, {stack.partition(' < ')[0]}"
 
 
 def _statuses(result: Result) -> str:
@@ -121,5 +134,8 @@ def show(result: Result) -> str:
         f"{'':20} of control p50 {_plain(result.of_control[0])} p99 {_plain(result.of_control[1])}; {result.samples} "
         f"chats; quiet {result.quiet_ms[0]:.0f} {result.quiet_ms[1]:.0f} ms, its rounds differ by "
         f"{result.quiet_spread[0]:.2f} {result.quiet_spread[1]:.2f}; took {result.seconds:.0f} s\n"
-        f"{'':20} {verdict}" + "".join(f"\n{'':20} {note}" for note in result.notes)
+        f"{'':20} {verdict}"
+        + "".join(f"\n{'':20} {note}" for note in result.notes)
+        + "".join(f"\n{'':20} stall: {words}" for words in result.explained)
+        + "".join(f"\n{'':20} stall while quiet: {words}" for words in result.quiet_explained)
     )

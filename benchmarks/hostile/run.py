@@ -53,6 +53,7 @@ class Result:
     seconds per second of the attacker's process. waited: seconds per second that it waited for a CPU. rate, quiet_rate:
     events that it counts in `statuses`, mostly requests, per second; those of the process in the quiet rounds. missed:
     limits that the attack exceeds, except those of latency. slow, undecided: the latter, judged by `Report`.
+    explained, quiet_explained: the gateway's explanations of stalls, in attacked and quiet rounds.
     of_control: p50 and p99 as multiples of the largest control's; None without one.
     """
 
@@ -84,6 +85,8 @@ class Result:
     slow: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    explained: list[str] = field(default_factory=list)
+    quiet_explained: list[str] = field(default_factory=list)
     of_control: tuple[float | None, float | None] = (None, None)
     judges_latency: bool = True
 
@@ -203,6 +206,7 @@ async def run_attack(attack: Attack, place: Place, rounds: Rounds, limits: Limit
             calm_rounds.append(before)
             merge(quiet_seen, quiet, one, outcome)
         result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_seen.stall, left)
+        result.explained, result.quiet_explained = seen.explained, quiet_seen.explained
         result.quiet_rate = rate(quiet)
         result.chat_interval = neighbour.chat_interval
         result.seconds = time.monotonic() - started
@@ -228,6 +232,7 @@ def merge(seen: Seen, attacked: Round, one: Seen, outcome: Round) -> None:
         setattr(seen, name, max(getattr(seen, name), getattr(one, name)))
     seen.cpu += one.cpu
     seen.failures += one.failures
+    seen.explained += one.explained
     attacked.cpu += outcome.cpu
     attacked.waited += outcome.waited
     attacked.seconds += outcome.seconds

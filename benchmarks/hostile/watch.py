@@ -15,6 +15,7 @@ import psutil
 import redis
 
 from benchmarks.hostile.place import Place
+from gateway.process.loop_stalls import EVENT
 
 PROBE_SECONDS = 0.01
 MEMORY_SECONDS = 0.02
@@ -28,7 +29,8 @@ DIGEST = re.compile(r"[0-9a-f]{2}/[0-9a-f]{64}(/(adapter_config\.json|adapter_mo
 class Seen:
     """Measurements of one round, in bytes and seconds.
 
-    memory: the gateway's peak above its start. children: its children's peak. stall: the slowest answer.
+    memory: the gateway's peak above its start. children: its children's peak. stall: the slowest answer. explained:
+    stalls that the gateway's log explains, as `name=value` words; it has one in 10 s.
     """
 
     memory: int = 0
@@ -36,6 +38,7 @@ class Seen:
     stall: float = 0.0
     cpu: float = 0.0
     failures: list[str] = field(default_factory=list)
+    explained: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Watch:
         """Watch memory and stalls until the event is set."""
         seen = Seen()
         cpu = sum(self._gateway.cpu_times()[:2])
+        logged = self._place.log.stat().st_size
         tasks = [asyncio.ensure_future(work) for work in (self._memory(seen), self._stalls(seen), self._children(seen))]
         await until.wait()
         for task in tasks:
@@ -77,6 +81,9 @@ class Watch:
                 seen.failures.append(f"{type(result).__name__}: {result}")
         with contextlib.suppress(psutil.NoSuchProcess):
             seen.cpu = sum(self._gateway.cpu_times()[:2]) - cpu
+        with self._place.log.open("rb") as log:
+            log.seek(logged)
+            seen.explained = explanations(log.read().decode(errors="replace"))
         return seen
 
     async def _memory(self, seen: Seen) -> None:
@@ -162,6 +169,11 @@ class Watch:
             counts[words] = int(sum(map(float, found)))
         available = re.findall(r"^loraplex_gateway_engine_available{.*} (\S+)$", text, re.MULTILINE)
         counts["engines taken out"] = sum(float(value) == 0 for value in available)
+
+
+def explanations(log: str) -> list[str]:
+    """Return the explanations of stalls in a gateway's log."""
+    return [line.partition(f"{EVENT} ")[2] for line in log.splitlines() if f"{EVENT} " in line]
 
 
 def _count_store(store: Path, counts: Counter[str]) -> set[str]:

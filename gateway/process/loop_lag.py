@@ -5,6 +5,7 @@ answer waits in the socket's buffer while the deadline passes.
 """
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,11 +27,12 @@ SLICES = 10
 class LoopLag:
     """Lag of an event loop, measured while `watch` runs. Times are `time.monotonic`'s.
 
-    explained: called in the loop with each stall of more than EXPLAINED_SECONDS.
+    explained: called in the loop with each stall of more than EXPLAINED_SECONDS, from `explain_from_now` on.
     """
 
     def __init__(self, explained: Callable[[Stall], None]) -> None:
         self._explained = explained
+        self._explained_from = math.inf
         # Lag of the newest tick, in seconds.
         self.last = 0.0
         # End and length of each stall in the window.
@@ -56,6 +58,10 @@ class LoopLag:
             found += min(now - self._due, max(0.0, now - moment))
         return found
 
+    def explain_from_now(self) -> None:
+        """Explain the stalls that begin from now on: those of the start hold no client."""
+        self._explained_from = time.monotonic()
+
     async def watch(self) -> None:
         """Measure until cancelled. Run it as a task."""
         times, watchdog = ThreadTimes(), Watchdog(lambda: self._due)
@@ -68,7 +74,7 @@ class LoopLag:
                 self.last = max(0.0, now - self._due)
                 if self.last > STALL_SECONDS:
                     self._stalls.append((now, self.last))
-                if self.last > EXPLAINED_SECONDS:
+                if self.last > EXPLAINED_SECONDS and before.at > self._explained_from:
                     after = times.read()
                     self._explained(watchdog.explain(after.at - self._due, before, after))
                 self._forget(now)

@@ -54,7 +54,9 @@ async def stalled(hold: Callable[[str], object], as_expected: Callable[[Stall], 
         await asyncio.sleep(0.1)
         return any(map(as_expected, stalls))
 
-    async with running(LoopLag(stalls.append).watch()):
+    lag = LoopLag(stalls.append)
+    lag.explain_from_now()
+    async with running(lag.watch()):
         await asyncio.sleep(0.1)
         await until(is_found)
     return next(stall for stall in stalls if as_expected(stall))
@@ -100,7 +102,9 @@ def test_a_wait_for_a_cpu_is_named():
 
     async def watch() -> None:
         deadline = time.monotonic() + 60
-        async with running(LoopLag(stalls.append).watch()):
+        lag = LoopLag(stalls.append)
+        lag.explain_from_now()
+        async with running(lag.watch()):
             while time.monotonic() < deadline and not any(cause(each) == "waiting_for_cpu" for each in stalls):
                 # Something to compute, for which it needs a CPU.
                 sum(range(100_000))
@@ -126,6 +130,7 @@ def test_a_wait_for_a_cpu_is_named():
 async def test_nothing_is_explained_while_the_loop_runs():
     stalls: list[Stall] = []
     lag = LoopLag(stalls.append)
+    lag.explain_from_now()
 
     async def runs_well() -> bool:
         """Return whether a second had no stall. A busy machine may need several attempts."""
@@ -136,6 +141,19 @@ async def test_nothing_is_explained_while_the_loop_runs():
 
     async with running(lag.watch()):
         await until(runs_well)
+
+
+async def test_no_stall_of_the_start_is_explained():
+    stalls: list[Stall] = []
+    lag = LoopLag(stalls.append)
+    async with running(lag.watch()):
+        await asyncio.sleep(0.1)
+        sleep_for_long(SECRET)
+        # The stall began before.
+        lag.explain_from_now()
+        await asyncio.sleep(0.1)
+        assert lag.longest > SECONDS / 2
+        assert not [stall for stall in stalls if stall.stack.startswith("sleep_for_long")]
 
 
 def a_stall() -> Stall:

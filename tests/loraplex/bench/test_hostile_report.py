@@ -1,6 +1,7 @@
 """Verdicts of `benchmarks.hostile`: latencies against the limit and the controls, totals, and the JSON file."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from benchmarks.hostile.attacker import KNOWS_WAIT
 from benchmarks.hostile.ratios import Ratio
 from benchmarks.hostile.report import MAX_WAITED, Report, show
 from benchmarks.hostile.run import Limits, Result
+from benchmarks.hostile.watch import explanations
+from gateway.log_format import TEXT
+from gateway.process.loop_stalls import Stall, StallLog
 from testing.stack import ROOT
 
 COMPETE = """
@@ -113,6 +117,25 @@ def test_the_table_has_the_requests_a_second_of_attacks_and_controls():
     assert "| 0.0 (0.0) | 25% |" in control
     assert "| 1234.6 (12.0) | 0% |" in attack
     assert "25% 0.0 (0.0)/s" in show(report.controls[0])
+
+
+def test_the_cause_of_a_stall_is_beside_it(caplog: pytest.LogCaptureFixture):
+    caplog.handler.setFormatter(logging.Formatter(TEXT))
+    stack = "fsync_file (gateway/some.py:3) < Handle._run (asyncio/events.py:80)"
+    StallLog(lambda cause, seconds: None).report(
+        Stall(0.122, 0.004, 0.003, 0.115, 0.0, 0.0, 0.0, 0, 0, samples=2, kernel="io_schedule", stack=stack)
+    )
+    logging.getLogger("other").warning("nothing of interest")
+    report = Report(Limits(latency=1.2), None)
+    report.add(result("explained", 1.0, stall=0.122, quiet_stall=0.01, explained=explanations(caplog.text)))
+    report.add(result("quiet", 1.0, stall=0.01, quiet_stall=0.122, quiet_explained=explanations(caplog.text)))
+    report.add(result("calm", 1.0, stall=0.01, quiet_stall=0.02))
+    explained, quiet, calm = report.table().splitlines()[2:]
+    assert "| 122 (10) ms; 122 ms, 115 blocked, fsync_file (gateway/some.py:3) |" in explained
+    assert "| 10 (122) ms; quiet: 122 ms, 115 blocked, fsync_file (gateway/some.py:3) |" in quiet
+    assert "| 10 (20) ms |" in calm
+    assert f"stack={stack}" in show(report.results[0])
+    assert "stall while quiet: left_out=0 held_ms=122" in show(report.results[1])
 
 
 @pytest.mark.skipif(not KNOWS_WAIT, reason="needs Linux's schedstat")
