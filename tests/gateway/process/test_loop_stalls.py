@@ -170,15 +170,17 @@ def test_the_log_has_one_line_in_ten_seconds_and_the_number_left_out(
             stall_log.report(a_stall())
         monkeypatch.setattr(loop_stalls, "LOG_SECONDS", 0.0)
         stall_log.report(a_stall())
-    first, second = caplog.records
+        stall_log.report(a_stall())
+    first, second, third = caplog.records
     assert first.getMessage() == (
         f"{EVENT} left_out=0 held_ms=500 cause=waiting_for_cpu computing_ms=100 waiting_for_cpu_ms=300 blocked_ms=100 "
         "other_threads_ms=0 stolen_ms=250 watchdog_late_ms=0 minor_faults=7 major_faults=1 kernel=- samples=0 stack=-"
     )
     fields = getattr(second, FIELDS)
     assert (fields["event"], fields["left_out"], fields["held_ms"]) == ("gateway.loop_stalled", 2, 500)
+    assert getattr(third, FIELDS)["left_out"] == 0
     # The metric counts those too that the log leaves out.
-    assert counted == [("computing", 0.1), ("waiting_for_cpu", 0.3), ("blocked", 0.1)] * 4
+    assert counted == [("computing", 0.1), ("waiting_for_cpu", 0.3), ("blocked", 0.1)] * 5
 
 
 async def test_a_gateway_logs_a_stall_and_counts_it(gateway: Gateway, caplog: pytest.LogCaptureFixture):
