@@ -17,19 +17,19 @@ from kernels.ops import Ops
 Step = Callable[[], Tensor]
 
 
-class Fence(Protocol):
+class DeviceEvent(Protocol):
     """Point in the order of a device's work."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until all work before the fence is done."""
+        """Block the calling thread until all work before the event is done."""
         ...
 
     def query(self) -> bool:
-        """Return whether all work before the fence is done."""
+        """Return whether all work before the event is done."""
         ...
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Sequence of copies that runs beside the steps' work.
 
     in_place: whether the device's memory is the host's, so that no copy is needed.
@@ -37,22 +37,22 @@ class Lane(Protocol):
 
     in_place: bool
 
-    def launched(self) -> Fence:
-        """Return a fence behind all work that the calling thread has launched on its own stream."""
+    def launched(self) -> DeviceEvent:
+        """Return an event behind all work that the calling thread has launched on its own stream."""
         ...
 
-    def wait(self, fence: Fence) -> None:
-        """Order all later copies behind the fence. Does not block."""
+    def wait(self, event: DeviceEvent) -> None:
+        """Order all later copies behind the event. Does not block."""
         ...
 
-    def copy(self, target: Tensor, source: Tensor) -> Fence:
-        """Start a copy from the host and return the fence behind it. The source must not change until then. Both have
+    def copy(self, target: Tensor, source: Tensor) -> DeviceEvent:
+        """Start a copy from the host and return the event behind it. The source must not change until then. Both have
         one dtype and shape.
         """
         ...
 
     def upload(self, tensor: Tensor) -> Tensor:
-        """Copy the tensor to the device, ordered behind the last fence. Returns when the result can be read."""
+        """Copy the tensor to the device, ordered behind the last event. Returns when the result can be read."""
         ...
 
 
@@ -107,11 +107,11 @@ class Platform(Protocol):
         """Return uninitialised host memory. Copies between it and the device do not block."""
         ...
 
-    def fence(self) -> Fence:
-        """Return a fence behind all work that the calling thread has launched."""
+    def record_event(self) -> DeviceEvent:
+        """Return an event behind all work that the calling thread has launched."""
         ...
 
-    def lane(self) -> Lane: ...
+    def copy_stream(self) -> CopyStream: ...
 
     def capture(self, step: Step, pool: Any) -> tuple[Step, Any]:
         """Capture a step as a graph. Return its replay, and the memory pool to pass to the next capture.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.platform import Fence, platform_of
+from kernels.platform import DeviceEvent, platform_of
 
 MAX_READ_BYTES = 128 << 20
 # Products grow until one takes this long, so that a slow device is measured as quickly as a fast one.
@@ -42,30 +42,30 @@ def measure_roofline(device: torch.device, dtype: torch.dtype, weight_bytes: int
     # Huge pages, as weights and keys have: on pages of 4 KiB a read is bound by address translation. Zeros would share
     # one page.
     buffer = platform.zeros((num_read // 4,), torch.float32, huge_pages=True).fill_(1)
-    bandwidth = num_read / _least_time(buffer.sum, platform.fence)
+    bandwidth = num_read / _least_time(buffer.sum, platform.record_event)
     del buffer
     # A CPU without products of 16 bits computes them in fp32.
     dtypes = {dtype, torch.float32} if platform.is_host else {dtype}
-    return Roofline(bandwidth, max(_flops(device, each, platform.fence) for each in dtypes))
+    return Roofline(bandwidth, max(_flops(device, each, platform.record_event) for each in dtypes))
 
 
-def _flops(device: torch.device, dtype: torch.dtype, fence: Callable[[], Fence]) -> float:
+def _flops(device: torch.device, dtype: torch.dtype, record_event: Callable[[], DeviceEvent]) -> float:
     best, size = 0.0, FIRST_SIZE
     while True:
         factor = torch.ones(size, size, dtype=dtype, device=device)
-        seconds = _least_time(lambda factor=factor: factor @ factor, fence)  # type: ignore[misc]
+        seconds = _least_time(lambda factor=factor: factor @ factor, record_event)  # type: ignore[misc]
         best = max(best, 2 * size**3 / seconds)
         if seconds >= LONG_ENOUGH_S or size >= LAST_SIZE:
             return best
         size *= 2
 
 
-def _least_time(run: Callable[[], object], fence: Callable[[], Fence]) -> float:
+def _least_time(run: Callable[[], object], record_event: Callable[[], DeviceEvent]) -> float:
     least, end = math.inf, time.perf_counter() + MAX_S
     for _ in range(RUNS):
         began = time.perf_counter()
         run()
-        fence().synchronize()
+        record_event().synchronize()
         least = min(least, time.perf_counter() - began)
         if time.perf_counter() > end:
             break

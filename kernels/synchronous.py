@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Done:
-    """Fence without work before it."""
+    """Event without work before it."""
 
     def query(self) -> bool:
         return True
@@ -17,13 +17,16 @@ class Done:
         pass
 
 
-class SynchronousLane:
-    """Lane without work to wait for. A copy does nothing: the source is the target, or the target has no memory."""
+class SynchronousCopyStream:
+    """Copy stream without work to wait for.
+
+    A copy does nothing: the source is the target, or the target has no memory.
+    """
 
     def launched(self) -> Done:
         return Done()
 
-    def wait(self, fence: Any) -> None:
+    def wait(self, event: Any) -> None:
         pass
 
     def copy(self, target: Tensor, source: Tensor) -> Done:
@@ -43,7 +46,7 @@ class SynchronousPlatform:
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def fence(self) -> Done:
+    def record_event(self) -> Done:
         return Done()
 
     def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:

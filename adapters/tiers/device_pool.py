@@ -29,7 +29,7 @@ from adapters.tiers.reservations import Amount, PageReservation, Reservations
 from adapters.tiers.residents import Residents
 from adapters.tiers.tier_state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora
-from kernels.platform import Fence, Lane, platform_of
+from kernels.platform import CopyStream, DeviceEvent, platform_of
 from kernels.weights import LinearWeights, dense
 
 # Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
@@ -51,8 +51,8 @@ class AdapterPool:
 
     memory: bytes for pages; LoRA on embed_tokens and lm_head may use a quarter as much in addition. max_rank: the
     largest accepted rank. dtype: dtype of the pages: the model's dtype, or one of 8 bits. pack: packs a dense weight.
-    lane: the order of copies; None selects the device's own. Raises ValueError if not even one adapter of `max_rank`
-    fits.
+    copy_stream: the order of copies; None selects the device's own. Raises ValueError if not even one adapter of
+    `max_rank` fits.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device,
         pack: Callable[[Tensor], LinearWeights] = dense,
-        lane: Lane | None = None,
+        copy_stream: CopyStream | None = None,
     ) -> None:
         self._host, self._pack = host_cache, pack
         pages = RankPages(base, memory=memory, max_rank=max_rank, dtype=dtype, device=device)
@@ -95,8 +95,8 @@ class AdapterPool:
         self._loaded_bytes: Counter[str] = Counter()
         host_cache.refuse_beyond(**self._limits)
         host_cache.keep_reserved(self._reservations.__contains__)
-        self._lane = lane or platform_of(device).lane()
-        self._writer = PageWriter(pages, base.groups, self._lane)
+        self._copy_stream = copy_stream or platform_of(device).copy_stream()
+        self._writer = PageWriter(pages, base.groups, self._copy_stream)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 
     @property
@@ -346,16 +346,16 @@ class AdapterPool:
             self.evict(residents.idle.victim(residents.step, residents.now, needs_outside=needs_outside), "room")
         resident = residents.add(digest, size, tenant_id)
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
-        copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, self._lane.launched())
+        copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, self._copy_stream.launched())
         copying.add_done_callback(lambda done: self._copied.append((digest, done)))
         num_bytes = size.pages * self.page_bytes + size.outside_bytes
         self._loaded_bytes[tenant_id] += num_bytes
         residents.idle.count_load(tenant_id, weight, num_bytes)
 
-    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
+    def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: DeviceEvent) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
-        embedding, head = outside_layers(adapter, self._lane, self._pack)
+        embedding, head = outside_layers(adapter, self._copy_stream, self._pack)
         if embedding is not None:
             self.embeddings[slot] = embedding
         if head is not None:

@@ -7,18 +7,19 @@ from torch import Tensor
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE
 from adapters.tiers.adapter_reader import HostAdapter
 from kernels.ops import EmbeddingLora, HeadLora
-from kernels.platform import Lane
+from kernels.platform import CopyStream
 from kernels.weights import LinearWeights
 
 
 def outside_layers(
-    adapter: HostAdapter, lane: Lane, pack: Callable[[Tensor], LinearWeights]
+    adapter: HostAdapter, copy_stream: CopyStream, pack: Callable[[Tensor], LinearWeights]
 ) -> tuple[EmbeddingLora | None, HeadLora | None]:
     """Upload the adapter's LoRA on the embedding and on the head. Returns None for each that it lacks."""
     embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+    upload = copy_stream.upload
     return (
         None
         if embedding is None
-        else EmbeddingLora(lane.upload(embedding.a.T.contiguous()), pack(lane.upload(embedding.b)), embedding.scale),
-        None if head is None else HeadLora(pack(lane.upload(head.a)), pack(lane.upload(head.b)), head.scale),
+        else EmbeddingLora(upload(embedding.a.T.contiguous()), pack(upload(embedding.b)), embedding.scale),
+        None if head is None else HeadLora(pack(upload(head.a)), pack(upload(head.b)), head.scale),
     )

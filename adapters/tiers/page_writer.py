@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.pages import PAGE_RANK, PageParts, RankPages
-from kernels.platform import Fence, Lane, platform_of
+from kernels.platform import CopyStream, DeviceEvent, platform_of
 from kernels.reference import LARGEST, quantize_rows
 
 NUM_BUFFERS = 2
@@ -47,16 +47,16 @@ class PageWriter:
     adapter has hundreds of small tensors, and torch takes three times as long for each.
     """
 
-    def __init__(self, pages: RankPages, projections: Mapping[str, tuple[str, ...]], lane: Lane) -> None:
-        self._pages, self._projections, self._lane = pages, projections, lane
+    def __init__(self, pages: RankPages, projections: Mapping[str, tuple[str, ...]], copy_stream: CopyStream) -> None:
+        self._pages, self._projections, self._copy_stream = pages, projections, copy_stream
         first = pages.groups[0]
         self._dtype = first[next(iter(first))].a_pages.dtype
         self._bounds = {name: group.offsets for name, group in first.items()}
         # The pages themselves if copies are in place, else buffers for a page each.
-        self._in_place = self._slices(pages.memory) if lane.in_place else []
+        self._in_place = self._slices(pages.memory) if copy_stream.in_place else []
         self._staging: list[tuple[Tensor, list[dict[str, _Slices]]]] = []
-        self._fences: list[Fence | None] = [None] * NUM_BUFFERS
-        if not lane.in_place:
+        self._events: list[DeviceEvent | None] = [None] * NUM_BUFFERS
+        if not copy_stream.in_place:
             platform = platform_of(pages.memory.device)
             staged = [platform.staging([pages.page_bytes], torch.uint8) for _ in range(NUM_BUFFERS)]
             self._staging = [(memory, self._slices(memory)) for memory in staged]
@@ -74,12 +74,12 @@ class PageWriter:
 
         return [{name: slices(name, parts) for name, parts in layer.items()} for layer in self._pages.parts(memory)]
 
-    def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
+    def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: DeviceEvent) -> None:
         """Write an adapter; return when it can be read.
 
         behind: the last work that may read the pages' and slot's old content.
         """
-        self._lane.wait(behind)
+        self._copy_stream.wait(behind)
         scales: list[float] = []
         groups: list[tuple[int, str, list[Rows | None]]] = []
         for layer in range(len(self._pages.groups)):
@@ -92,7 +92,7 @@ class PageWriter:
                     )
         for number, page in enumerate(pages):
             rows = slice(number * PAGE_RANK, (number + 1) * PAGE_RANK)
-            if self._lane.in_place:
+            if self._copy_stream.in_place:
                 for layer, name, modules_rows in groups:
                     _fill_slices(self._in_place[layer][name].of_page(page), modules_rows, rows)
                 continue
@@ -103,26 +103,26 @@ class PageWriter:
                 _fill_slices(staged[layer][name], modules_rows, rows)
             for start in range(0, len(memory), PIECE_BYTES):
                 piece = slice(start, start + PIECE_BYTES)
-                self._fences[turn] = self._lane.copy(self._pages.memory[page, piece], memory[piece])
+                self._events[turn] = self._copy_stream.copy(self._pages.memory[page, piece], memory[piece])
         self._write_slot(slot, scales, pages, adapter.rank_in_layers)
 
     def _write_slot(self, slot: int, scales: Sequence[float], pages: Sequence[int], rank: int) -> None:
         targets = self._slot_rows(slot)
-        rows = targets if self._lane.in_place else self._rows
+        rows = targets if self._copy_stream.in_place else self._rows
         values = (scales, [*pages, *[-1] * (len(targets[1]) - len(pages))], [rank])
         for row, value in zip(rows, values, strict=True):
             row.numpy()[:] = value
-        if not self._lane.in_place:
-            fences = [self._lane.copy(target, row) for target, row in zip(targets, rows, strict=True)]
+        if not self._copy_stream.in_place:
+            events = [self._copy_stream.copy(target, row) for target, row in zip(targets, rows, strict=True)]
             for turn in range(NUM_BUFFERS):
                 self._wait(turn)
-            for fence in fences:
-                fence.synchronize()
+            for event in events:
+                event.synchronize()
 
     def _wait(self, turn: int) -> None:
-        fence, self._fences[turn] = self._fences[turn], None
-        if fence is not None:
-            fence.synchronize()
+        event, self._events[turn] = self._events[turn], None
+        if event is not None:
+            event.synchronize()
 
 
 def _cells(tensor: Tensor) -> Cells:

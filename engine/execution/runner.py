@@ -22,7 +22,7 @@ from engine.model.decoder import Decoder
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import Request
 from kernels.ops import KvCache, LoraTables
-from kernels.platform import Fence, platform_of
+from kernels.platform import DeviceEvent, platform_of
 from kernels.reference import LARGEST
 
 
@@ -44,7 +44,7 @@ class Sampling:
     tokens: Download | None
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
     logits: tuple[list[Request], Download] | None = None
-    done: Fence | None = None
+    done: DeviceEvent | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -210,7 +210,7 @@ class Runner:
         logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
         places = layout.next_places()
         if not places.requests:
-            done = platform_of(self.device).fence()
+            done = platform_of(self.device).record_event()
             return Sampling([], None, [entry for entry in logprobs if entry is not None], done=done)
         return self._sample(logits, places, [entry for entry in logprobs if entry is not None])
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.platform import Fence, Platform, platform_of
+from kernels.platform import DeviceEvent, Platform, platform_of
 
 _ALIGNMENT = 16
 
@@ -61,12 +61,12 @@ class Download:
     """Tensors of one device in transfer to the host. Only `wait` blocks."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._done: Fence | None = None
+        self._done: DeviceEvent | None = None
         self._host = list(tensors)
         platform = platform_of(tensors[0].device)
         if not platform.is_host:
             self._host = [platform.staging(t.shape, t.dtype).copy_(t, non_blocking=True) for t in tensors]
-            self._done = platform.fence()
+            self._done = platform.record_event()
 
     @property
     def is_ready(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cgroups import memory_limit, read
 from kernels.memory import lazy_zeros
 from kernels.ops import Ops
-from kernels.synchronous import SynchronousLane, SynchronousPlatform
+from kernels.synchronous import SynchronousCopyStream, SynchronousPlatform
 
 
 class CpuPlatform(SynchronousPlatform):
@@ -52,8 +52,8 @@ class CpuPlatform(SynchronousPlatform):
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return lazy_zeros(shape, dtype, huge_pages=huge_pages)
 
-    def lane(self) -> "HostLane":
-        return HostLane()
+    def copy_stream(self) -> "HostCopyStream":
+        return HostCopyStream()
 
 
 def _resident(field: str) -> int:
@@ -64,8 +64,8 @@ def _resident(field: str) -> int:
     return 0
 
 
-class HostLane(SynchronousLane):
-    """Lane of a device that is the host."""
+class HostCopyStream(SynchronousCopyStream):
+    """Copy stream of a device that is the host."""
 
     in_place = True
 

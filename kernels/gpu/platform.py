@@ -58,13 +58,13 @@ class CudaPlatform:
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def fence(self) -> Any:
+    def record_event(self) -> Any:
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def lane(self) -> "CudaLane":
-        return CudaLane(self._device)
+    def copy_stream(self) -> "CudaCopyStream":
+        return CudaCopyStream(self._device)
 
     def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
         # Run once outside the graph, so that kernels are compiled and libraries allocate their workspaces.
@@ -84,8 +84,8 @@ class CudaPlatform:
         return replay, graph.pool()
 
 
-class CudaLane:
-    """Lane on a CUDA stream of the lowest priority, which is also the default."""
+class CudaCopyStream:
+    """Copy stream on a CUDA stream of the lowest priority, which is also the default."""
 
     in_place = False
 
@@ -98,8 +98,8 @@ class CudaLane:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, fence: Any) -> None:
-        self._stream.wait_event(fence)
+    def wait(self, event: Any) -> None:
+        self._stream.wait_event(event)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         with torch.cuda.stream(self._stream):

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from kernels.synchronous import SynchronousLane, SynchronousPlatform
+from kernels.synchronous import SynchronousCopyStream, SynchronousPlatform
 
 
 class SimulatedPlatform(SynchronousPlatform):
@@ -35,12 +35,12 @@ class SimulatedPlatform(SynchronousPlatform):
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
-    def lane(self) -> "SimulatedLane":
-        return SimulatedLane()
+    def copy_stream(self) -> "SimulatedCopyStream":
+        return SimulatedCopyStream()
 
 
-class SimulatedLane(SynchronousLane):
-    """Lane whose copies take no time. The host packs each row as for a GPU."""
+class SimulatedCopyStream(SynchronousCopyStream):
+    """Copy stream whose copies take no time. The host packs each row as for a GPU."""
 
     in_place = False
 

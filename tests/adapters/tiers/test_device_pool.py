@@ -70,7 +70,7 @@ def test_an_adapter_takes_pages_by_its_own_rank_and_reads_back(
     check_pages(pool, host, digest, pool.pin(digest))
 
 
-class LateLane:
+class LateCopyStream:
     """A device that copies as late as possible: when a caller waits, with the source's content at that moment.
 
     A step is over when `step_ended` is set; copies queued behind it run no sooner.
@@ -78,12 +78,12 @@ class LateLane:
 
     in_place = False
 
-    class Fence:
-        def __init__(self, lane: "LateLane") -> None:
-            self._lane, self._at = lane, len(lane.queue)
+    class Event:
+        def __init__(self, copy_stream: "LateCopyStream") -> None:
+            self._copy_stream, self._at = copy_stream, len(copy_stream.queue)
 
         def synchronize(self) -> None:
-            self._lane.run_to(self._at)
+            self._copy_stream.run_to(self._at)
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], object]] = []
@@ -94,13 +94,13 @@ class LateLane:
     def launched(self) -> Any:
         return self.step_ended
 
-    def wait(self, fence: Any) -> None:
-        self.queue.append(fence.wait)
+    def wait(self, event: Any) -> None:
+        self.queue.append(event.wait)
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         self.queue.append(lambda: target.copy_(source))
         self.most_in_flight = max(self.most_in_flight, len(self.queue) - self.done)
-        return LateLane.Fence(self)
+        return LateCopyStream.Event(self)
 
     def upload(self, tensor: Tensor) -> Tensor:
         self.run_to(len(self.queue))
@@ -115,14 +115,14 @@ class LateLane:
 def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_last_copy_is_done(
     make: Make, host: HostCache, adapter: Callable[..., str]
 ) -> None:
-    lane = LateLane()
-    lane.step_ended.set()
-    pool = make(2, lane=lane)
+    copy_stream = LateCopyStream()
+    copy_stream.step_ended.set()
+    pool = make(2, copy_stream=copy_stream)
     first, second = adapter(rank=16, seed=1), adapter(rank=16, seed=2)
     wait_for(pool, first)
     slot = pool.pin(first)
     check_pages(pool, host, first, slot)
-    lane.step_ended.clear()
+    copy_stream.step_ended.clear()
     pool.unpin(first)  # its request has ended, but a step launched with it still runs
     try:
         deadline = time.monotonic() + 60
@@ -136,13 +136,14 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
             check_pages(pool, host, first, slot)
             time.sleep(0.002)
     finally:
-        lane.step_ended.set()
+        copy_stream.step_ended.set()
     wait_for(pool, second)
     check_pages(pool, host, second, pool.pin(second))
-    assert lane.most_in_flight <= NUM_BUFFERS + 4, "a step's own upload waits for a piece in flight, not for an adapter"
+    message = "a step's own upload waits for a piece in flight, not for an adapter"
+    assert copy_stream.most_in_flight <= NUM_BUFFERS + 4, message
 
 
-class CountingLane(LateLane):
+class CountingCopyStream(LateCopyStream):
     """A late device without a step in progress, which records the bytes of each copy."""
 
     def __init__(self) -> None:
@@ -162,8 +163,8 @@ class Write:
         rank = 16
         shape = BaseShape(layers, dict.fromkeys(BASE.projections, (width, width)))
         self.pages = RankPages(shape, memory=memory, max_rank=rank, dtype=torch.bfloat16, device=DEVICE)
-        self.lane = CountingLane()
-        self._writer = PageWriter(self.pages, GROUPS, self.lane)
+        self.copy_stream = CountingCopyStream()
+        self._writer = PageWriter(self.pages, GROUPS, self.copy_stream)
         self.modules = {
             (layer, name): LoraModule(torch.randn(rank, width).bfloat16(), torch.randn(width, rank).bfloat16(), 0.5)
             for layer in range(layers)
@@ -172,7 +173,7 @@ class Write:
         self._adapter = HostAdapter("a", rank, self.modules, 0)
 
     def run(self) -> None:
-        self._writer.write(self._adapter, 0, [3, 1], self.lane.step_ended)
+        self._writer.write(self._adapter, 0, [3, 1], self.copy_stream.step_ended)
 
     def check(self) -> None:
         """Assert that the pages hold the last layer's last projection."""
@@ -203,7 +204,7 @@ def test_a_write_of_an_8b_models_adapter_is_a_copy_a_page_and_little_python() ->
         write.run()
     finally:
         sys.setprofile(None)
-    assert write.lane.sizes == [write.pages.page_bytes] * 2 + write.slot_bytes
+    assert write.copy_stream.sizes == [write.pages.page_bytes] * 2 + write.slot_bytes
     write.check()
     assert calls < 13 * 2 * len(write.modules)
 
@@ -218,7 +219,7 @@ def test_a_page_larger_than_a_piece_is_copied_in_pieces() -> None:
     assert page_bytes % PIECE_BYTES, "the last piece is smaller"
     pieces = [PIECE_BYTES] * (page_bytes // PIECE_BYTES) + [page_bytes % PIECE_BYTES]
     assert len(pieces) == math.ceil(page_bytes / PIECE_BYTES)
-    assert write.lane.sizes == pieces * 2 + write.slot_bytes
+    assert write.copy_stream.sizes == pieces * 2 + write.slot_bytes
 
 
 @pytest.mark.gpu
