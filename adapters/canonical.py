@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, LoraModuleInfo, TensorSpan, read_headers
-from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE, AdapterError
+from adapters.manifest import EMBEDDING, LM_HEAD, NO_LAYER, AdapterError
 from adapters.safetensors_header import DTYPE_BYTES
 
 Modules = Mapping[tuple[int, str], LoraModuleInfo]
@@ -43,7 +43,7 @@ def write_canonical(source: Path, target: Path) -> None:
 
 def _name(layer: int, projection: str) -> str:
     """Return a module's full name."""
-    if layer == OUTSIDE:
+    if layer == NO_LAYER:
         return LM_HEAD if projection == LM_HEAD else f"model.{EMBEDDING}"
     block = "self_attn" if projection in _ATTENTION else "mlp"
     return f"model.layers.{layer}.{block}.{projection}"
@@ -61,8 +61,8 @@ def _tensors(modules: Modules, copies: Mapping[str, TensorSpan]) -> dict[str, Te
             inside = f"{name}.lora_{side}.weight"
             named[f"{name}.lora_embedding_{side}" if projection == EMBEDDING else inside] = span
     for projection, span in copies.items():
-        wrapped = ".base_layer" if (OUTSIDE, projection) in modules else ""
-        named[f"{_PREFIX}{_name(OUTSIDE, projection)}{wrapped}.weight"] = span
+        wrapped = ".base_layer" if (NO_LAYER, projection) in modules else ""
+        named[f"{_PREFIX}{_name(NO_LAYER, projection)}{wrapped}.weight"] = span
     return dict(sorted(named.items(), key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0])))
 
 

@@ -127,5 +127,5 @@ def _shape(fields: dict[str, Any]) -> BaseShape:
     return BaseShape(
         num_layers=fields["num_layers"],
         projections={name: tuple(shape) for name, shape in fields["projections"].items()},
-        outside={name: tuple(shape) for name, shape in fields["outside"].items()},
+        embedding_head={name: tuple(shape) for name, shape in fields["outside"].items()},
     )

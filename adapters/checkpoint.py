@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from adapters.manifest import (
     EMBEDDING,
     LM_HEAD,
-    OUTSIDE,
+    NO_LAYER,
     REFUSED,
     AdapterError,
     AdapterManifest,
@@ -81,7 +81,7 @@ class LoraModuleInfo:
 class AdapterCheckpoint:
     """A checked adapter. rank: the largest of its modules. num_bytes: size of its tensors in the file.
 
-    modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head have layer OUTSIDE. base_copies:
+    modules: by layer and projection; embed_tokens (A over the vocabulary) and lm_head have layer NO_LAYER. base_copies:
     copies of the base model's embed_tokens or lm_head that the adapter's trainer saved. The loader must check that they
     equal the base model's tensors, because PEFT would load them in their place.
     """
@@ -101,7 +101,7 @@ class AdapterCheckpoint:
                 raise AdapterError(
                     module.a.name, f"the base model has {base.num_layers} layers; is this adapter for another model?"
                 )
-            expected = (base.outside if layer == OUTSIDE else base.projections).get(projection)
+            expected = (base.embedding_head if layer == NO_LAYER else base.projections).get(projection)
             if expected is None:
                 raise AdapterError(module.a.name, "the base model's config.json has no vocab_size to check it against")
             found = (module.b.shape[0], module.a.shape[1])
@@ -111,7 +111,7 @@ class AdapterCheckpoint:
                     f"{projection} maps {found[1]} features to {found[0]}, the base model's {expected[1]} to "
                     f"{expected[0]}; is this adapter for another model?",
                 )
-        vocabulary = base.outside.get(LM_HEAD)
+        vocabulary = base.embedding_head.get(LM_HEAD)
         if vocabulary is not None and any(token >= vocabulary[0] for token in self.manifest.invocation):
             raise AdapterError(
                 "alora_invocation_tokens", f"expected token ids below {vocabulary[0]}, the base model's vocabulary"
@@ -239,7 +239,7 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
                 "is not LoRA on q, k, v, o, gate, up or down of a decoder layer, embed_tokens or lm_head; not served",
             )
         module = match["module"]
-        layer = int(match.groupdict().get("layer") or OUTSIDE)
+        layer = int(match.groupdict().get("layer") or NO_LAYER)
         key = (layer, module.rpartition(".")[2])
         # A and B share the module's name, so only the first of the two tensors is checked.
         if names.get(key) != module and not manifest.targets(module, layer):
@@ -250,9 +250,9 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
         sides[key][match["side"]] = span
     if not sides:
         raise AdapterError(WEIGHTS_NAME, "has no LoRA tensors")
-    if manifest.ensure_weight_tying and any(layer == OUTSIDE for layer, _ in sides):
+    if manifest.ensure_weight_tying and any(layer == NO_LAYER for layer, _ in sides):
         raise AdapterError("ensure_weight_tying", "one LoRA for both embed_tokens and lm_head is not served")
-    if manifest.invocation and (OUTSIDE, EMBEDDING) in sides:
+    if manifest.invocation and (NO_LAYER, EMBEDDING) in sides:
         raise AdapterError("alora_invocation_tokens", "an activated LoRA on embed_tokens is not served, as in PEFT")
     return {key: _module(names[key], sides[key], manifest) for key in sorted(sides)}
 

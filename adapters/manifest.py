@@ -15,9 +15,9 @@ from typing import Any
 
 from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
 
-# Modules outside of the decoder's layers, and the layer number that represents them.
+# Modules of the embedding and the head, and the layer number of both, which belong to no layer.
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
-OUTSIDE = -1
+NO_LAYER = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Projections that read the same input form a group: one shrink, one expand.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -105,13 +105,14 @@ class AdapterNotFound(AdapterError):
 class BaseShape:
     """Sizes of the base model on which adapters depend. projections: name -> (out_features, in_features).
 
-    outside: the same for embed_tokens (vocabulary in, hidden out) and lm_head; empty if the vocabulary is unknown.
+    embedding_head: the same for embed_tokens (vocabulary in, hidden out) and lm_head; empty if the vocabulary is
+    unknown.
     groups: the projections of each group, in the order of their columns in the base model's fused output.
     """
 
     num_layers: int
     projections: Mapping[str, tuple[int, int]]
-    outside: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    embedding_head: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: GROUPS)
 
     @classmethod
@@ -133,11 +134,11 @@ class BaseShape:
         q, kv = heads * head_dim, size("num_key_value_heads", heads) * head_dim
         shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
         shapes |= {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-        outside = {}
+        embedding_head = {}
         if config.get("vocab_size") is not None:
             vocabulary = size("vocab_size")
-            outside = {EMBEDDING: (hidden, vocabulary), LM_HEAD: (vocabulary, hidden)}
-        return cls(size("num_hidden_layers"), shapes, outside)
+            embedding_head = {EMBEDDING: (hidden, vocabulary), LM_HEAD: (vocabulary, hidden)}
+        return cls(size("num_hidden_layers"), shapes, embedding_head)
 
     @classmethod
     def from_config_dir(cls, path: str | PathLike[str]) -> "BaseShape":

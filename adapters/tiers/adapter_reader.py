@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from adapters.checkpoint import AdapterCheckpoint, TensorSpan
-from adapters.manifest import OUTSIDE, AdapterError
+from adapters.manifest import NO_LAYER, AdapterError
 from kernels.dtypes import FILE_DTYPES
 
 # Function that returns the base model's `[vocab, hidden]` embed_tokens or lm_head, in the served dtype, on the CPU.
@@ -46,7 +46,7 @@ class HostAdapter:
     @property
     def rank_in_layers(self) -> int:
         """Return the largest rank of its modules in decoder layers; 1 if it has none there."""
-        return max((len(m.a) for (layer, _), m in self.modules.items() if layer != OUTSIDE), default=1)
+        return max((len(m.a) for (layer, _), m in self.modules.items() if layer != NO_LAYER), default=1)
 
 
 class AdapterReader:

@@ -19,9 +19,9 @@ from torch import Tensor
 from adapters.manifest import BaseShape
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size, refusal
+from adapters.tiers.embedding_head_lora import upload_embedding_head_lora
 from adapters.tiers.eviction import Resident
 from adapters.tiers.host_cache import HostCache
-from adapters.tiers.outside_layers import outside_layers
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.preemption import Claim, choose_victims
@@ -74,7 +74,7 @@ class AdapterPool:
         self.groups, self.page_table, self.ranks, self.page_rank = (
             pages.groups, pages.page_table, pages.ranks, PAGE_RANK
         )  # fmt: skip
-        self._limits = {"max_rank": max_rank, "max_outside_bytes": memory // 4}
+        self._limits = {"max_rank": max_rank, "max_embedding_head_bytes": memory // 4}
         self.embeddings: dict[int, EmbeddingLora] = {}
         self.heads: dict[int, HeadLora] = {}
         # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
@@ -163,7 +163,7 @@ class AdapterPool:
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
         size = self._size(digest, adapter)
-        error = refusal(adapter.rank, size.outside_bytes, **self._limits)
+        error = refusal(adapter.rank, size.embedding_head_bytes, **self._limits)
         if error is not None:
             self._errors[digest] = error
             return Residency.FAILED
@@ -195,11 +195,11 @@ class AdapterPool:
         return Residency.READY
 
     def num_pages_of(self, digest: str) -> int:
-        """Return the number of pages of a resident adapter. Its LoRA outside the layers counts as the pages that would
-        hold as many bytes, because a step reads it too.
+        """Return the number of pages of a resident adapter. Its LoRA on the embedding and head counts as the pages
+        that would hold as many bytes, because a step reads it too.
         """
         resident = self._residents.by_digest[digest]
-        return len(resident.pages) + -(-resident.size.outside_bytes // self.page_bytes)
+        return len(resident.pages) + -(-resident.size.embedding_head_bytes // self.page_bytes)
 
     def pin(self, digest: str, tenant_id: str = "") -> int:
         """Pin a READY adapter and return its slot. tenant_id: the request's tenant."""
@@ -342,20 +342,22 @@ class AdapterPool:
         """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
         residents = self._residents
         while not size.fits(self._total, residents.held):
-            needs_outside = replace(size, outside_bytes=0).fits(self._total, residents.held)
-            self.evict(residents.idle.victim(residents.step, residents.now, needs_outside=needs_outside), "room")
+            needs_embedding_head = replace(size, embedding_head_bytes=0).fits(self._total, residents.held)
+            self.evict(
+                residents.idle.victim(residents.step, residents.now, needs_embedding_head=needs_embedding_head), "room"
+            )
         resident = residents.add(digest, size, tenant_id)
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, self._copy_stream.launched())
         copying.add_done_callback(lambda done: self._copied.append((digest, done)))
-        num_bytes = size.pages * self.page_bytes + size.outside_bytes
+        num_bytes = size.pages * self.page_bytes + size.embedding_head_bytes
         self._loaded_bytes[tenant_id] += num_bytes
         residents.idle.count_load(tenant_id, weight, num_bytes)
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: DeviceEvent) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""
         self._writer.write(adapter, slot, pages, behind)
-        embedding, head = outside_layers(adapter, self._copy_stream, self._pack)
+        embedding, head = upload_embedding_head_lora(adapter, self._copy_stream, self._pack)
         if embedding is not None:
             self.embeddings[slot] = embedding
         if head is not None:

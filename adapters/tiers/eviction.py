@@ -81,19 +81,19 @@ class IdleAdapters:
     def remove(self, digest: str) -> None:
         del self._order[digest]
 
-    def victim(self, step: int, now: float, *, needs_outside: bool = False) -> str:
+    def victim(self, step: int, now: float, *, needs_embedding_head: bool = False) -> str:
         """Return the adapter to evict next. Raises StopIteration if no idle adapter may be evicted in this step.
 
-        needs_outside: only an adapter with LoRA outside the layers makes room.
+        needs_embedding_head: only an adapter with LoRA on the embedding or head makes room.
         """
 
         def eligible(items: Iterable[tuple[str, Resident]]) -> Iterator[tuple[str, str]]:
             for digest, resident in items:
-                if resident.asked_in != step and (resident.size.outside_bytes or not needs_outside):
+                if resident.asked_in != step and (resident.size.embedding_head_bytes or not needs_embedding_head):
                     yield digest, resident.owner
 
         oldest, _ = next(eligible(self._order.items()))
-        if needs_outside or now - self._order[oldest].used_at > STALE_S:
+        if needs_embedding_head or now - self._order[oldest].used_at > STALE_S:
             return oldest
         owners = dict(islice(eligible(self._order.items()), LOOK_OLDEST))
         owners |= reversed([*islice(eligible(reversed(self._order.items())), LOOK_NEWEST)])

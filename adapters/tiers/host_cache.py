@@ -18,7 +18,7 @@ import torch
 
 from adapters.checkpoint import AdapterCheckpoint
 from adapters.fair_threads import FairThreads
-from adapters.manifest import OUTSIDE, AdapterError, AdapterNotFound, BaseShape
+from adapters.manifest import NO_LAYER, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
 from adapters.tiers.device_size import refusal
@@ -71,7 +71,7 @@ class HostCache:
         self._num_bytes = self._num_loads = self._num_evictions = 0
         self.version = 0  # changes with the set of adapters held
         self._closed = False
-        self._max_rank = self._max_outside_bytes = LIMITLESS
+        self._max_rank = self._max_embedding_head_bytes = LIMITLESS
         # Number of waiting requests per digest, and the tenant that last requested each digest, with its weight.
         self._askers: Counter[str] = Counter()
         self._asked = BoundedDict[str, tuple[str, float | None]](MAX_ASKED)
@@ -89,12 +89,12 @@ class HostCache:
             if not self._max_bytes:
                 self._max_bytes, self._mixtures = max_bytes, Mixtures(max_bytes)
 
-    def refuse_beyond(self, *, max_rank: int, max_outside_bytes: int) -> None:
+    def refuse_beyond(self, *, max_rank: int, max_embedding_head_bytes: int) -> None:
         """Refuse, before they are read, adapters that the device tier could not place.
 
-        max_outside_bytes: bytes of tensors on embed_tokens and lm_head.
+        max_embedding_head_bytes: bytes of tensors on embed_tokens and lm_head.
         """
-        self._max_rank, self._max_outside_bytes = max_rank, max_outside_bytes
+        self._max_rank, self._max_embedding_head_bytes = max_rank, max_embedding_head_bytes
 
     def keep_reserved(self, has_reservation: Callable[[str], bool]) -> None:
         """Keep a mixture with a device reservation when its tenant's other mixtures need room.
@@ -330,9 +330,12 @@ class HostCache:
         sizes: Counter[bool] = Counter()
         for (layer, _), module in checkpoint.modules.items():
             elements = sum(span.shape[0] * span.shape[1] for span in (module.a, module.b))
-            sizes[layer == OUTSIDE] += elements * self._dtype.itemsize
+            sizes[layer == NO_LAYER] += elements * self._dtype.itemsize
         error = refusal(
-            checkpoint.rank, sizes[True], max_rank=self._max_rank, max_outside_bytes=self._max_outside_bytes
+            checkpoint.rank,
+            sizes[True],
+            max_rank=self._max_rank,
+            max_embedding_head_bytes=self._max_embedding_head_bytes,
         )
         if error is not None:
             raise error

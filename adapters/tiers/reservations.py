@@ -28,31 +28,31 @@ class Amount:
 
     slots: int = 0
     pages: int = 0
-    outside_bytes: int = 0
+    embedding_head_bytes: int = 0
 
     def add(self, other: "Amount") -> None:
         self.slots += other.slots
         self.pages += other.pages
-        self.outside_bytes += other.outside_bytes
+        self.embedding_head_bytes += other.embedding_head_bytes
 
     def remove(self, other: "Amount") -> None:
         self.slots -= other.slots
         self.pages -= other.pages
-        self.outside_bytes -= other.outside_bytes
+        self.embedding_head_bytes -= other.embedding_head_bytes
 
     def fits(self, total: "Amount", *held: "Amount") -> bool:
         """Return whether this amount fits into `total` beside the amounts held. Pages and bytes are not compared if
         it needs none.
         """
-        slots, pages, outside = self.slots, self.pages, self.outside_bytes
+        slots, pages, num_bytes = self.slots, self.pages, self.embedding_head_bytes
         for other in held:
             slots += other.slots
             pages += other.pages
-            outside += other.outside_bytes
+            num_bytes += other.embedding_head_bytes
         return (
             slots <= total.slots
             and (not self.pages or pages <= total.pages)
-            and (not self.outside_bytes or outside <= total.outside_bytes)
+            and (not self.embedding_head_bytes or num_bytes <= total.embedding_head_bytes)
         )
 
 

@@ -1,6 +1,6 @@
 """Inspection of an adapter's weights for its probe (`engine.probing.prober`)."""
 
-from adapters.manifest import OUTSIDE
+from adapters.manifest import NO_LAYER
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 
 
@@ -20,7 +20,7 @@ def trained_tokens(adapter: HostAdapter) -> list[list[int]]:
 
     Such an adapter may change only the tokens that its training data contained.
     """
-    module = adapter.modules.get((OUTSIDE, "embed_tokens"))
+    module = adapter.modules.get((NO_LAYER, "embed_tokens"))
     if module is None:
         return []
     return [[int(module.a.float().norm(dim=0).argmax())]]

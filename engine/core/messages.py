@@ -222,13 +222,13 @@ class AdapterFacts(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Inspection(msgspec.Struct, array_like=True, frozen=True):
-    """An adapter's weights, for its probe. has_effect: whether any module can change a score. outside_bytes: bytes of
-    LoRA on embed_tokens and lm_head. trained_tokens: prompts of tokens whose embedding it changes.
+    """An adapter's weights, for its probe. has_effect: whether any module can change a score. embedding_head_bytes:
+    bytes of LoRA on embed_tokens and lm_head. trained_tokens: prompts of tokens whose embedding it changes.
     """
 
     adapter: AdapterFacts
     num_modules: int
-    outside_bytes: int
+    embedding_head_bytes: int
     has_effect: bool
     trained_tokens: list[list[int]]
 

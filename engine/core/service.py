@@ -261,8 +261,8 @@ class CoreService:
     async def _inspect(self, digest: str, tenant_id: str) -> Inspection:
         adapter = await self._fetch(digest, tenant_id)
         found, tokens = await asyncio.to_thread(lambda: (has_effect(adapter), trained_tokens(adapter)))
-        outside_bytes = device_size(adapter).outside_bytes
-        return Inspection(_facts(adapter, is_new=False), len(adapter.modules), outside_bytes, found, tokens)
+        embedding_head_bytes = device_size(adapter).embedding_head_bytes
+        return Inspection(_facts(adapter, is_new=False), len(adapter.modules), embedding_head_bytes, found, tokens)
 
     async def _close(self) -> None:
         for _, task in list(self._preparing.values()):

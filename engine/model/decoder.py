@@ -1,4 +1,4 @@
-"""Base of the decoders of all families: embedding, logits, LoRA outside of the layers, and loading.
+"""Base of the decoders of all families: embedding, logits, LoRA on the embedding and head, and loading.
 
 A family's own module has its layers. Independent of scheduling, sampling and the device: the ops come from
 `kernels.ops`.
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypedDict
 
 from torch import Tensor
 
-from engine.model import outside_lora
+from engine.model import embedding_head_lora
 from engine.model.config import ModelConfig
 from engine.model.weights import ModelWeights
 from kernels.batch import Batch
@@ -65,7 +65,7 @@ class Decoder(ABC):
         if scale != 1:
             inputs *= scale
         if rows and self._lora is not None:
-            outside_lora.add_to_inputs(inputs, token_ids, scale, rows, self.ops, self._lora)
+            embedding_head_lora.add_to_inputs(inputs, token_ids, scale, rows, self.ops, self._lora)
         return inputs
 
     def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
@@ -81,7 +81,7 @@ class Decoder(ABC):
 
     def _finish(self, logits: Tensor, hidden: Tensor, head_rows: Mapping[int, Tensor]) -> Tensor:
         if head_rows and self._lora is not None:
-            outside_lora.add_to_logits(logits, hidden, head_rows, self.ops, self._lora)
+            embedding_head_lora.add_to_logits(logits, hidden, head_rows, self.ops, self._lora)
         return self.finish_logits(logits)
 
     @abstractmethod

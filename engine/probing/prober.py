@@ -157,7 +157,7 @@ class Prober:
             rank=adapter.rank,
             num_modules=inspected.num_modules,
             host_bytes=adapter.num_bytes,
-            device_bytes=adapter.num_pages * self._facts.page_bytes + inspected.outside_bytes,
+            device_bytes=adapter.num_pages * self._facts.page_bytes + inspected.embedding_head_bytes,
             device_pages=adapter.num_pages,
             largest_difference=max(largest) if largest and len(largest) == len(differences) else None,
             divergence=max(divergence) if divergence and len(divergence) == len(differences) else None,

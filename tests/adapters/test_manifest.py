@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapters.checkpoint import CONFIG_NAME, open_checkpoint
-from adapters.manifest import HARMLESS, HONOURED, OUTSIDE, REFUSED, AdapterError, BaseShape, parse_manifest
+from adapters.manifest import HARMLESS, HONOURED, NO_LAYER, REFUSED, AdapterError, BaseShape, parse_manifest
 from adapters.store import DirectoryStore
 from testing.adapter_files import BASE, CONFIG, write
 
@@ -229,8 +229,8 @@ MODULES = [
         for layer in (0, 1, 10)
         for module in ("self_attn.q_proj", "mlp.up_proj")
     ),
-    (OUTSIDE, "lm_head"),
-    (OUTSIDE, "model.embed_tokens"),
+    (NO_LAYER, "lm_head"),
+    (NO_LAYER, "model.embed_tokens"),
 ]
 _NAME = st.sampled_from(
     ("q_proj", "proj", "mlp.up_proj", "1.mlp.up_proj", "model.layers.1.mlp.up_proj", "layers.1", "lm_head")
@@ -310,6 +310,6 @@ def test_invocation_tokens_change_the_digest_and_stay_in_the_stored_form(tmp_pat
     assert stored.digest == open_checkpoint(found[0]).digest
     assert open_checkpoint(stored.folder).manifest.invocation == (5, 7)
     assert "alora_invocation_tokens" not in json.loads((store.put(plain, BASE).folder / CONFIG_NAME).read_text())
-    shape = dataclasses.replace(BASE, outside={"lm_head": (50, 16)})
+    shape = dataclasses.replace(BASE, embedding_head={"lm_head": (50, 16)})
     with pytest.raises(AdapterError, match="below 50"):
         store.put(found[1], shape)

@@ -27,10 +27,10 @@ ALL = {
     "self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128),
     "embed_tokens": (64, VOCAB_SIZE), "lm_head": (VOCAB_SIZE, 64),
 }  # fmt: skip
-OUTSIDE = ["embed_tokens", "lm_head"]
-# Rank of the modules outside the layers, for which an adapter has a quarter of the pages' memory.
-OUTSIDE_RANK = 4
-ATTACKS = ["everything", "values", "outside", "head"]
+EMBEDDING_HEAD = ["embed_tokens", "lm_head"]
+# Rank of the embedding and head, for which an adapter has a quarter of the pages' memory.
+EMBEDDING_HEAD_RANK = 4
+ATTACKS = ["everything", "values", "embedding-head", "head"]
 
 Make = Callable[..., tuple[Engine, dict[str, str]]]
 
@@ -47,17 +47,17 @@ def save_huge_adapter(folder: Path, largest: float, projections: list[str]) -> N
     for name in projections:
         out, inputs = ALL[name]
         if name == "embed_tokens":
-            save("model.embed_tokens.lora_embedding_A", OUTSIDE_RANK, inputs)
-            save("model.embed_tokens.lora_embedding_B", out, OUTSIDE_RANK)
+            save("model.embed_tokens.lora_embedding_A", EMBEDDING_HEAD_RANK, inputs)
+            save("model.embed_tokens.lora_embedding_B", out, EMBEDDING_HEAD_RANK)
             continue
         modules = ["lm_head"] if name == "lm_head" else [f"model.layers.{layer}.{name}" for layer in range(2)]
-        rank = OUTSIDE_RANK if name == "lm_head" else 16
+        rank = EMBEDDING_HEAD_RANK if name == "lm_head" else 16
         for module in modules:
             save(f"{module}.lora_A.weight", rank, inputs)
             save(f"{module}.lora_B.weight", out, rank)
     save_file(tensors, folder / "adapter_model.safetensors")
     config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32}
-    config["rank_pattern"] = dict.fromkeys(set(OUTSIDE) & set(projections), OUTSIDE_RANK)
+    config["rank_pattern"] = dict.fromkeys(set(EMBEDDING_HEAD) & set(projections), EMBEDDING_HEAD_RANK)
     targets = sorted(name.split(".")[-1] for name in projections)
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
 
@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for dtype, largest in (("float32", 1.7e38), ("bfloat16", 1.7e38), ("float16", 6e4)):
         save_huge_adapter(folder / f"everything-{dtype}", largest, list(ALL))
         save_huge_adapter(folder / f"values-{dtype}", largest, ["self_attn.v_proj"])
-        save_huge_adapter(folder / f"outside-{dtype}", largest, OUTSIDE)
+        save_huge_adapter(folder / f"embedding-head-{dtype}", largest, EMBEDDING_HEAD)
         save_huge_adapter(folder / f"head-{dtype}", largest, ["lm_head"])
     return folder
 

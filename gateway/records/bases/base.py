@@ -29,7 +29,10 @@ class BaseRetired(RecordNotFound):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes that adapters must fit; see `BaseShape`."""
+    """Sizes that adapters must fit; see `BaseShape`.
+
+    outside: `BaseShape.embedding_head`. The name is kept, because the database has it and other releases read it.
+    """
 
     num_layers: int
     projections: Mapping[str, tuple[int, int]]
@@ -37,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, shape: BaseShape) -> "Shape":
-        return cls(num_layers=shape.num_layers, projections=dict(shape.projections), outside=dict(shape.outside))
+        return cls(num_layers=shape.num_layers, projections=dict(shape.projections), outside=dict(shape.embedding_head))
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):

@@ -289,7 +289,7 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make_cache, store, dige
 
 def test_what_the_device_cannot_place_is_refused_before_it_is_read(make_cache, digests, monkeypatch):
     cache = make_cache()
-    cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
+    cache.refuse_beyond(max_rank=3, max_embedding_head_bytes=0)
     monkeypatch.setattr(AdapterReader, "read", lambda *_: pytest.fail("it was read"))
     for _ in range(2):
         with pytest.raises(AdapterError, match="its rank is 4, the limit is 3"):

@@ -56,7 +56,7 @@ def test_a_mixture_is_the_weighted_sum_and_its_parts_stay(cache: HostCache, dige
 
 
 def test_the_sum_of_ranks_is_refused_before_the_parts_are_read(cache: HostCache, digests: list[str]):
-    cache.refuse_beyond(max_rank=7, max_outside_bytes=0)
+    cache.refuse_beyond(max_rank=7, max_embedding_head_bytes=0)
     mixed = mixture(digests, 1.0, 1.0)
     cache.add_mixture(mixed)
     with pytest.raises(AdapterError, match="add up to 8, the limit is 7"):

@@ -227,7 +227,7 @@ def test_a_pool_without_room_for_two_swaps_them(twin: Twin, make_engine: Make) -
 
 def test_adapters_too_large_beside_the_pages_are_refused(twin: Twin, make_engine: Make) -> None:
     engine, digests = make_engine(twin)
-    engine.adapters._limits["max_outside_bytes"] = 1000
+    engine.adapters._limits["max_embedding_head_bytes"] = 1000
     engine.add_request(NewRequest("a", [3, 4], SamplingParams(max_tokens=2), adapter_digest=digests["all"]))
     outputs = list(outputs_until_idle(engine))
     assert outputs[-1].finish_reason == "error"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.manifest import LM_HEAD, OUTSIDE, AdapterError
+from adapters.manifest import LM_HEAD, NO_LAYER, AdapterError
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import Residency
 from engine.errors import Fault
@@ -332,7 +332,7 @@ def test_an_adapter_on_the_head_costs_what_pages_of_its_size_do() -> None:
     class OnTheHead(EveryAdapter):
         def get(self, digest: str) -> HostAdapter:
             module = LoraModule(torch.zeros(8, 16), torch.zeros(4000, 8), 1.0)
-            return HostAdapter(digest, 8, {(OUTSIDE, LM_HEAD): module}, 128_512)
+            return HostAdapter(digest, 8, {(NO_LAYER, LM_HEAD): module}, 128_512)
 
     worker = Worker()
     pool = pool_of(OnTheHead(), 200, worker)

@@ -4,18 +4,18 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE
+from adapters.manifest import EMBEDDING, LM_HEAD, NO_LAYER
 from adapters.tiers.adapter_reader import HostAdapter
 from kernels.ops import EmbeddingLora, HeadLora
 from kernels.platform import CopyStream
 from kernels.weights import LinearWeights
 
 
-def outside_layers(
+def upload_embedding_head_lora(
     adapter: HostAdapter, copy_stream: CopyStream, pack: Callable[[Tensor], LinearWeights]
 ) -> tuple[EmbeddingLora | None, HeadLora | None]:
     """Upload the adapter's LoRA on the embedding and on the head. Returns None for each that it lacks."""
-    embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))
+    embedding, head = adapter.modules.get((NO_LAYER, EMBEDDING)), adapter.modules.get((NO_LAYER, LM_HEAD))
     upload = copy_stream.upload
     return (
         None

@@ -1,4 +1,4 @@
-"""LoRA outside the decoder's layers, on embed_tokens and lm_head. Few adapters have it, so it runs as a separate pass.
+"""LoRA on embed_tokens and lm_head. Few adapters have it, so it runs as a separate pass.
 
 The host knows the rows of each adapter, so neither function waits for the device.
 """
