@@ -18,7 +18,7 @@ from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
 from engine.answering.running import Asked, Run
 from engine.answering.sampling import sampling_params
-from engine.answering.ticket import Ticket
+from engine.answering.sequence_group import SequenceGroup
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls.format import ToolFormat
 from engine.answering.usage_log import UsageLog
@@ -132,8 +132,8 @@ class GenerationRoutes:
         with self.in_flight.place(sequences, caller.tenant_id):
             async with self.models.using(body.model, caller.tenant_id, caller.weight) as adapter:
                 rules = await token_rules(body, asked.spec, self.tokenizer)
-                ticket = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter), rules)
-                return await self._run(request, caller, asked, ticket)
+                group = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter), rules)
+                return await self._run(request, caller, asked, group)
 
     async def _sequences(self, caller: Caller, asked: Asked, limits: list[int], adapter: Served) -> list[NewRequest]:
         """Return the sequences for the engine: each prompt `n` times. limits: `max_tokens` of each prompt."""
@@ -171,16 +171,18 @@ class GenerationRoutes:
             for i in range(body.n or 1)
         ]
 
-    async def _run(self, request: web.Request, caller: Caller, asked: Asked, ticket: Ticket) -> web.StreamResponse:
-        with ticket:
-            run = Run(asked, ticket, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
+    async def _run(
+        self, request: web.Request, caller: Caller, asked: Asked, group: SequenceGroup
+    ) -> web.StreamResponse:
+        with group:
+            run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
                 run.keep_counts(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
                     # Each token resumes the frames of this task only, not those of the handlers around it.
                     return await asyncio.create_task(run.stream(request, asked.answer))
-                return await run.whole(request, asked.answer, Report(request, ticket))
+                return await run.whole(request, asked.answer, Report(request, group))
             finally:
                 run.count_left()
                 run.describe(request.get(SPAN, NO_SPAN), request.path)

@@ -1,4 +1,4 @@
-"""The sequences in flight, on the event loop: their places, their tickets, and their end when the core fails or stops.
+"""The sequences in flight, on the event loop: their places, their groups, and their end when the core fails or stops.
 
 Knows the core only as `engine.core.client.Core`.
 """
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from engine.answering.ticket import Ticket
+from engine.answering.sequence_group import SequenceGroup
 from engine.core.client import Core
 from engine.core.messages import NO_RULES, TokenRules
 from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
@@ -37,8 +37,8 @@ class InFlight:
         self._max_requests = max_requests
         self._on_step = on_step
         self._accepting = True
-        # Sequence id -> ticket of its HTTP request, and its index in the ticket.
-        self._tickets: dict[str, tuple[Ticket, int]] = {}
+        # Sequence id -> group of its HTTP request, and its index in the group.
+        self._groups: dict[str, tuple[SequenceGroup, int]] = {}
         # Last output of each sequence that has had one, without its arrays: `next_output` needs none of them.
         self._last: dict[str, RequestOutput] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
@@ -52,7 +52,7 @@ class InFlight:
 
     @property
     def number(self) -> int:
-        return len(self._tickets)
+        return len(self._groups)
 
     async def wait_idle(self) -> None:
         """Wait until no sequence is in flight."""
@@ -80,18 +80,18 @@ class InFlight:
             if not self._placed[tenant_id]:
                 del self._placed[tenant_id]
 
-    def submit(self, sequences: list[NewRequest], rules: TokenRules = NO_RULES) -> Ticket:
+    def submit(self, sequences: list[NewRequest], rules: TokenRules = NO_RULES) -> SequenceGroup:
         """Queue the sequences of one HTTP request. Their places must be reserved. rules: token rules of all of them.
 
         Raises EngineUnavailable after a failure or while closing.
         """
         self._check_room(0, "")
-        ticket = Ticket(self, [new.request_id for new in sequences])
+        group = SequenceGroup(self, [new.request_id for new in sequences])
         self._core.add(sequences, rules)  # sent at the end of this turn, so no event of theirs comes before
         for i, new in enumerate(sequences):
-            self._tickets[new.request_id] = (ticket, i)
+            self._groups[new.request_id] = (group, i)
         self._drained.clear()
-        return ticket
+        return group
 
     def _check_room(self, count: int, tenant_id: str) -> None:
         if self._core.failure is not None:
@@ -115,17 +115,17 @@ class InFlight:
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, wait at most `drain_s` seconds for those in flight, abort the rest, close the core."""
         self._accepting = False
-        if self._tickets and self._core.failure is None:
+        if self._groups and self._core.failure is None:
             started = time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(drain_s):
                     await self._drained.wait()
-            if self._tickets:
+            if self._groups:
                 seconds = time.monotonic() - started
-                logger.warning("aborting %d requests still in flight after %.1f s", len(self._tickets), seconds)
-        for request_id, (ticket, _) in list(self._tickets.items()):
+                logger.warning("aborting %d requests still in flight after %.1f s", len(self._groups), seconds)
+        for request_id, (group, _) in list(self._groups.items()):
             self.abort(request_id)
-            ticket.fail(EngineUnavailable("The engine is shutting down.", retry_after=1))
+            group.fail(EngineUnavailable("The engine is shutting down.", retry_after=1))
         await self._core.close()
 
     def stop_waiting(self) -> None:
@@ -135,36 +135,36 @@ class InFlight:
     # The methods below are the core's events.
 
     def stepped(self, seconds: float, outputs: Sequence[RequestOutput], plain: Iterable[tuple[str, int]]) -> None:
-        tickets, last, every = self._tickets, self._last, [*outputs]
+        groups, last, every = self._groups, self._last, [*outputs]
         for output in outputs:
-            if (found := tickets.get(output.request_id)) is not None:
+            if (found := groups.get(output.request_id)) is not None:
                 last[output.request_id] = without_arrays(output)
                 found[0].deliver(found[1], output)
         for id_, token in plain:
-            # A released sequence has no ticket. Any other one has had an output.
-            if (found := tickets.get(id_)) is not None:
+            # A released sequence has no group. Any other one has had an output.
+            if (found := groups.get(id_)) is not None:
                 last[id_] = output = next_output(last[id_], token)
                 every.append(output)
                 found[0].deliver(found[1], output)
         self._on_step(seconds, every)
 
     def refused(self, request_id: str, error: Exception) -> None:
-        found = self._tickets.get(request_id)
+        found = self._groups.get(request_id)
         if found is not None:
             found[0].fail(error)
             self.released(request_id)
 
     def released(self, request_id: str) -> None:
-        found = self._tickets.pop(request_id, None)
+        found = self._groups.pop(request_id, None)
         self._last.pop(request_id, None)
-        if not self._tickets:
+        if not self._groups:
             self._drained.set()
         if found is not None:
             found[0].released(request_id)
 
     def failed(self, reason: str) -> None:
         self.core_failed.set()
-        for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
-            ticket.fail(EngineFailed(reason))
-        for request_id in list(self._tickets):
+        for group in {id(t): t for t, _ in self._groups.values()}.values():
+            group.fail(EngineFailed(reason))
+        for request_id in list(self._groups):
             self.released(request_id)

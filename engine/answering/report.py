@@ -12,7 +12,7 @@ import time
 import msgspec
 from aiohttp import web
 
-from engine.answering.ticket import Ticket
+from engine.answering.sequence_group import SequenceGroup
 from wire.responses import ASK_TOKENS, REPORT_TYPE, AnswerHead, ReportLine
 
 logger = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ REPORT_SECONDS = 5.0
 class Report:
     """The report of one request."""
 
-    def __init__(self, request: web.Request, ticket: Ticket) -> None:
+    def __init__(self, request: web.Request, group: SequenceGroup) -> None:
         self._request = request
-        self._ticket = ticket
+        self._group = group
         self._response: web.StreamResponse | None = None
         self._reported_at = time.monotonic()
         self._reported = 0
@@ -47,10 +47,10 @@ class Report:
 
     async def update(self) -> None:
         """Write the tokens so far if the allowance is nearly used or the last count is old."""
-        left, now = self._ticket.left, time.monotonic()
-        if left is None or (left >= ASK_TOKENS * self._ticket.choices and now - self._reported_at < REPORT_SECONDS):
+        left, now = self._group.left, time.monotonic()
+        if left is None or (left >= ASK_TOKENS * self._group.choices and now - self._reported_at < REPORT_SECONDS):
             return
-        tokens = self._ticket.total_generated
+        tokens = self._group.total_generated
         if tokens > self._reported:
             self._reported, self._reported_at = tokens, now
             await self._write(_line(ReportLine(tokens)))
@@ -58,7 +58,7 @@ class Report:
     async def end(self, head: AnswerHead, body: bytes | bytearray) -> web.StreamResponse:
         """Write the answer and end the response."""
         head.length = len(body)
-        response = await self._write(_line(ReportLine(self._ticket.total_generated, head)) + body)
+        response = await self._write(_line(ReportLine(self._group.total_generated, head)) + body)
         try:
             await response.write_eof()
         except ConnectionError:

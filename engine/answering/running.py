@@ -18,8 +18,8 @@ from engine.answering.model_names import load_error
 from engine.answering.report import PIECE_BYTES, Report, write
 from engine.answering.request_span import Phases, describe_generation
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
+from engine.answering.sequence_group import SequenceGroup
 from engine.answering.text import OutputText
-from engine.answering.ticket import Ticket
 from engine.answering.usage_log import UsageSlot
 from engine.metrics.metrics import Metrics
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
@@ -58,7 +58,7 @@ class Run:
     def __init__(
         self,
         asked: Asked,
-        ticket: Ticket,
+        group: SequenceGroup,
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         metrics: Metrics,
@@ -66,7 +66,7 @@ class Run:
         internal: bool,
     ) -> None:
         body, prompts = asked.body, asked.prompts
-        self._ticket = ticket
+        self._group = group
         self._metrics = metrics
         self._body = body
         self._internal = internal
@@ -104,15 +104,15 @@ class Run:
     def keep_counts(self, slot: UsageSlot, allowance: int | None) -> None:
         """Update the request's counts while it runs. At its end, record all generated tokens, even if the client left.
 
-        allowance: see `Ticket`.
+        allowance: see `SequenceGroup`.
         """
         self._slot = slot
-        self._ticket.allowance, slot.allow = allowance, self._ticket.allow
-        self._ticket.on_gone = self._end_slot
+        self._group.allowance, slot.allow = allowance, self._group.allow
+        self._group.on_gone = self._end_slot
 
     def count_left(self) -> None:
         """Count the sequences that were aborted before their end, mostly because the client left."""
-        if not self._ticket.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
+        if not self._group.failed and (left := sum(not sequence.finished for sequence in self._sequences)):
             self._metrics.finished.labels("abort").inc(left)
 
     def describe(self, span: Span, path: str) -> None:
@@ -123,9 +123,9 @@ class Run:
     def _end_slot(self) -> None:
         assert self._slot is not None
         done = self._progress()
-        generated = self._ticket.num_generated
+        generated = self._group.num_generated
         completion = sum(s.num_tokens if s.finished else generated[s.index] for s in self._sequences)
-        reason = "error" if self._ticket.failed else "abort"
+        reason = "error" if self._group.failed else "abort"
         if self._reason == "error" or all(sequence.finished for sequence in self._sequences):
             reason = self._reason
         # A request that fails before its first token costs nothing.
@@ -244,7 +244,7 @@ class Run:
         left = len(self._sequences)
         while left:
             outputs: dict[int, list[RequestOutput]] = {}
-            for index, output in await self._ticket.news():
+            for index, output in await self._group.news():
                 outputs.setdefault(index, []).append(output)
             now = time.perf_counter()
             deltas = []
@@ -271,9 +271,9 @@ class Run:
                 last[index] = now
                 if sequence.finished:
                     left -= 1
-                    if delta.finish_reason == "length" and index in self._ticket.ended_by_allowance:
+                    if delta.finish_reason == "length" and index in self._group.ended_by_allowance:
                         self._by_allowance = True
-                    self._ticket.stop(index)
+                    self._group.stop(index)
                 deltas.append(delta)
             if deltas:
                 if self._slot is not None:

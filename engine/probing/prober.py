@@ -137,9 +137,9 @@ class Prober:
         ]
         found: dict[int, RequestOutput] = {}
         async with self._pauses.job():
-            with self._in_flight.submit(sequences) as ticket:
+            with self._in_flight.submit(sequences) as group:
                 while len(found) < len(sequences):
-                    news = await ticket.news()
+                    news = await group.news()
                     found |= {index: output for index, output in news if output.finish_reason is not None}
         rows = [found[index].logits for index in range(len(sequences))]
         for index, row in enumerate(rows):

@@ -13,7 +13,7 @@ import pytest
 
 from engine.answering import report
 from engine.answering.running import Run
-from engine.answering.ticket import Ticket
+from engine.answering.sequence_group import SequenceGroup
 from engine.core.step_thread import StepThread
 from engine.scheduling.request import RequestOutput
 from testing.engine import SLOW, Client, RunningServer
@@ -176,14 +176,14 @@ class Loop:
 
 async def test_an_allowance_holds_while_nobody_reads():
     loop = Loop()
-    ticket = Ticket(loop, ["r-0", "r-1", "r-2"])
-    ticket.allow(5)
+    group = SequenceGroup(loop, ["r-0", "r-1", "r-2"])
+    group.allow(5)
     for made in range(1, 10):
         for index in range(2):
-            ticket.deliver(index, RequestOutput(f"r-{index}", [7], None, 3, 2, made))
-    assert (ticket.total_generated, ticket.num_generated) == (5, [3, 2, 0])
+            group.deliver(index, RequestOutput(f"r-{index}", [7], None, 3, 2, made))
+    assert (group.total_generated, group.num_generated) == (5, [3, 2, 0])
     assert loop.aborted == ["r-0", "r-1", "r-2"]
-    *made, first, second, third = await ticket.news()
+    *made, first, second, third = await group.news()
     assert [index for index, _ in made] == [0, 1, 0, 1, 0]
     ends = [(index, end.token_ids, end.finish_reason, end.num_prompt_tokens) for index, end in (first, second, third)]
     assert ends == [(0, [], "length", 3), (1, [], "length", 3), (2, [], "length", 0)]

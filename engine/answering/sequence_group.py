@@ -8,7 +8,7 @@ from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 
 class Releases(Protocol):
-    """Methods of `engine.answering.in_flight.InFlight` that a ticket calls."""
+    """Methods of `engine.answering.in_flight.InFlight` that a group calls."""
 
     def abort(self, request_id: str) -> None: ...
     def released(self, request_id: str) -> None: ...
@@ -18,7 +18,7 @@ def _nothing() -> None:
     pass
 
 
-class Ticket:
+class SequenceGroup:
     """The sequences of one HTTP request. A context manager: its exit aborts the sequences that still run.
 
     num_generated: per sequence, all tokens that the engine generated, including those after the exit.
@@ -84,7 +84,7 @@ class Ticket:
             del self._live[request_id]
             self._owner.abort(request_id)
 
-    def __enter__(self) -> "Ticket":
+    def __enter__(self) -> "SequenceGroup":
         return self
 
     def __exit__(self, *_: object) -> None:
