@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapters.manifest import AdapterError, AdapterNotFound
+from engine.answering.duty_cycle import DutyCycle
 from engine.answering.errors import ApiError, ModelNotFound
 from engine.answering.in_flight import InFlight
-from engine.answering.pauses import Pauses
 from engine.core.client import Core
 from engine.core.messages import AdapterFacts, Inspection
 from engine.errors import EngineUnavailable, QueueFull
@@ -72,7 +72,7 @@ class ModelRegistry:
         self._invocations = BoundedDict[str, tuple[int, ...]](MAX_INVOCATIONS)
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
-        self._pauses = Pauses(NAMED_SHARE, in_flight.wait_idle)
+        self._duty_cycle = DutyCycle(NAMED_SHARE, in_flight.wait_idle)
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
@@ -158,11 +158,11 @@ class ModelRegistry:
         """
         if name == self.base_name or named_digest(name) is not None:
             raise ApiError(400, f"lora_name: the name {name!r} is taken.", param="lora_name")
-        await self._pauses.wait()
+        await self._duty_cycle.wait()
         started = time.monotonic()
         try:
             async with AsyncExitStack() as stack:
-                stack.enter_context(self._pauses.after())
+                stack.enter_context(self._duty_cycle.measure())
                 async with self._folders:
                     digest = await self._add_path(path)
                     await stack.enter_async_context(self._kept(digest))

@@ -2,9 +2,9 @@
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
-runs at a time, with a pause after each of its jobs (`answering/pauses.py`): the load, and each pass over a prompt. So a
-request is delayed by one job at most, and many probes delay streams little; the tenants' probes take turns. Independent
-of HTTP.
+runs at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
+So a request is delayed by one job at most, and many probes delay streams little; the tenants' probes take turns.
+Independent of HTTP.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from importlib.metadata import version
 import numpy as np
 
 from engine.answering.activation import adapter_start
+from engine.answering.duty_cycle import DutyCycle
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
-from engine.answering.pauses import Pauses
 from engine.core.messages import Inspection
 from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
@@ -59,7 +59,7 @@ class Prober:
         self._prompts = fixed_prompts(facts.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
         self._turn = asyncio.Lock()
-        self._pauses = Pauses(SHARE, in_flight.wait_idle)
+        self._duty_cycle = DutyCycle(SHARE, in_flight.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -91,7 +91,7 @@ class Prober:
 
     async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
         async with AsyncExitStack() as stack:
-            async with self._pauses.job():
+            async with self._duty_cycle.job():
                 served = await stack.enter_async_context(self._models.using(digest_name(digest), tenant_id))
                 inspected = await self._models.inspect(digest, tenant_id)
             if not inspected.has_effect:
@@ -136,7 +136,7 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        async with self._pauses.job():
+        async with self._duty_cycle.job():
             with self._in_flight.submit(sequences) as group:
                 while len(found) < len(sequences):
                     news = await group.news()

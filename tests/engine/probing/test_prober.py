@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
-from engine.answering import pauses
+from engine.answering import duty_cycle
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import MAX_OF_TENANT, NUM_PROMPTS, SHARE, Prober, compare, fixed_prompts
 from testing.engine import SLOW, Client, RunningServer
@@ -147,9 +147,9 @@ async def test_probes_beside_a_running_request_rest_between_them(client: Client,
         async with asyncio.timeout(0):
             yield
 
-    monkeypatch.setattr(pauses, "time", SimpleNamespace(monotonic=itertools.count().__next__))
-    monkeypatch.setattr(pauses, "asyncio", SimpleNamespace(timeout=timeout))
-    monkeypatch.setattr(pauses, "MAX_PAUSE_S", 3600.0)
+    monkeypatch.setattr(duty_cycle, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(duty_cycle, "asyncio", SimpleNamespace(timeout=timeout))
+    monkeypatch.setattr(duty_cycle, "MAX_PAUSE_S", 3600.0)
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
     running = asyncio.create_task(client.ok("/v1/completions", body, headers=HEADERS | {"x-loraplex-tenant": "globex"}))
     await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
@@ -168,7 +168,7 @@ async def test_a_probe_rests_after_each_of_its_passes(
 ):
     """A request beside it is delayed by one pass, not by all of them."""
     monkeypatch.setattr("engine.probing.prober.SHARE", 1e-9)
-    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 36_000.0)
+    monkeypatch.setattr("engine.answering.duty_cycle.MAX_PAUSE_S", 36_000.0)
     name = put(9)
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
     with closing(RunningServer(model, server.store, internal_token=TOKEN)) as other:

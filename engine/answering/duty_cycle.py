@@ -1,6 +1,4 @@
-"""Pauses between jobs without urgency, such as a probe's passes, so that they use a share of the time while requests
-run.
-"""
+"""Duty cycle of jobs without urgency, such as a probe's passes: their share of the time while requests run."""
 
 import asyncio
 import time
@@ -11,10 +9,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 MAX_PAUSE_S = 5.0
 
 
-class Pauses:
-    """Pause after each job, in proportion to its duration.
+class DutyCycle:
+    """Limit of the share of time that jobs use: a pause after each job, in proportion to its duration.
 
-    share: maximum share of the time that jobs use. wait_idle: waits until the engine has no request.
+    share: the maximum, above 0 to 1. wait_idle: waits until the engine has no request.
     """
 
     def __init__(self, share: float, wait_idle: Callable[[], Awaitable[None]]) -> None:
@@ -28,7 +26,7 @@ class Pauses:
                 await self._wait_idle()
 
     @contextmanager
-    def after(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure the job in the block. The pause begins at its end, also after an error."""
         started = time.monotonic()
         try:
@@ -41,5 +39,5 @@ class Pauses:
     async def job(self) -> AsyncIterator[None]:
         """Wait for the end of the pause, then measure the job in the block."""
         await self.wait()
-        with self.after():
+        with self.measure():
             yield

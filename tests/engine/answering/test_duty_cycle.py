@@ -1,4 +1,4 @@
-"""Pauses between jobs without urgency: of a loop, and between loads by name beside a running request."""
+"""The duty cycle of jobs without urgency: of a loop, and between loads by name beside a running request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from engine.answering import pauses as pauses_module
-from engine.answering.pauses import Pauses
+from engine.answering import duty_cycle as duty_cycle_module
+from engine.answering.duty_cycle import DutyCycle
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
@@ -19,7 +19,7 @@ SHARE = 0.1
 
 async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
     idle, clock, limits = asyncio.Event(), [1000.0], list[float]()
-    monkeypatch.setattr(pauses_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(duty_cycle_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     @asynccontextmanager
     async def timeout(seconds: float) -> AsyncIterator[None]:
@@ -28,38 +28,38 @@ async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: p
         async with asyncio.timeout(0):
             yield
 
-    monkeypatch.setattr(pauses_module, "asyncio", SimpleNamespace(timeout=timeout))
-    pauses = Pauses(SHARE, idle.wait)
+    monkeypatch.setattr(duty_cycle_module, "asyncio", SimpleNamespace(timeout=timeout))
+    duty_cycle = DutyCycle(SHARE, idle.wait)
 
     def run(seconds: float, *, fails: bool = False) -> None:
-        with pauses.after():
+        with duty_cycle.measure():
             clock[0] += seconds
             if fails:
                 raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         run(0.02, fails=True)
-    await pauses.wait()
+    await duty_cycle.wait()
     assert limits.pop() == pytest.approx(0.02 * (1 / SHARE - 1)), "a job that fails counts too"
     clock[0] += 0.1
-    await pauses.wait()
+    await duty_cycle.wait()
     assert limits.pop() == pytest.approx(0.02 * (1 / SHARE - 1) - 0.1)
     clock[0] += 1.0
-    await pauses.wait()
+    await duty_cycle.wait()
     assert limits.pop() == 0.0
-    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(duty_cycle_module, "MAX_PAUSE_S", 0.1)
     run(0.1)
-    await pauses.wait()
+    await duty_cycle.wait()
     assert limits.pop() == pytest.approx(0.1), "not nine times its time"
 
 
 async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 36_000.0)
+    monkeypatch.setattr(duty_cycle_module, "MAX_PAUSE_S", 36_000.0)
     idle = asyncio.Event()
-    pauses = Pauses(1e-9, idle.wait)
-    with pauses.after():
+    duty_cycle = DutyCycle(1e-9, idle.wait)
+    with duty_cycle.measure():
         await asyncio.sleep(0.01)
-    waiting = asyncio.create_task(pauses.wait())
+    waiting = asyncio.create_task(duty_cycle.wait())
     await asyncio.sleep(0.1)
     assert not waiting.done()
     idle.set()
@@ -69,7 +69,7 @@ async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest
 @pytest.mark.usefixtures("slow_steps")
 async def test_loads_by_name_pause_while_a_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.answering.model_names.NAMED_SHARE", 1e-9)
-    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 36_000.0)
+    monkeypatch.setattr(duty_cycle_module, "MAX_PAUSE_S", 36_000.0)
     save_model(tmp_path / "base")
     save_adapter(tmp_path / "adapter")
     load = {"lora_name": "mine", "lora_path": str(tmp_path / "adapter"), "load_inplace": True}
