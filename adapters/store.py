@@ -20,8 +20,8 @@ from typing import Protocol
 from adapters.canonical import write_canonical
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, AdapterCheckpoint, check_files, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
-from adapters.parts import DirectoryParts, Parts
 from adapters.spool import PREFIX, Spool, clean, remove_moved
+from adapters.upload_parts import DirectoryUploadParts, UploadParts
 
 # Files in the order in which they are written: an adapter is complete as soon as it has the last one.
 FILES = (WEIGHTS_NAME, CONFIG_NAME)
@@ -51,7 +51,7 @@ class AdapterStore(Protocol):
     """
 
     root: Path
-    parts: Parts
+    upload_parts: UploadParts
 
     def path(self, digest: str) -> Path | None: ...
     def use(self, digest: str) -> AbstractContextManager[Path | None]: ...
@@ -111,7 +111,7 @@ class DirectoryStore:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).absolute()
         self.root.mkdir(parents=True, exist_ok=True)
-        self.parts: Parts = DirectoryParts(self.root)
+        self.upload_parts: UploadParts = DirectoryUploadParts(self.root)
 
     def put(self, folder: str | Path, base: BaseShape) -> AdapterCheckpoint:
         """Store an adapter folder and return it as stored. Raises AdapterError, OSError."""

@@ -27,9 +27,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.local_copies import LocalCopies
-from adapters.parts import FOLDER, Parts, check_id, is_id
 from adapters.spool import Spool
 from adapters.store import FILES, check_digest
+from adapters.upload_parts import FOLDER, UploadParts, check_id, is_id
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class S3Store:
         self._bucket = Bucket(url)
         self.copies = LocalCopies(cache, cache_bytes)
         self.root = self.copies.root
-        self.parts: Parts = _S3Parts(self._bucket)
+        self.upload_parts: UploadParts = _S3UploadParts(self._bucket)
         self._closed = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_hourly, name="adapter-copies", daemon=True)
         self._sweeper.start()
@@ -336,7 +336,7 @@ class _S3Aside:
         self._bucket.delete(_key(self._digest, MARK))
 
 
-class _S3Parts:
+class _S3UploadParts:
     """Parts of uploads as objects: `<prefix>/uploads/<upload id>/<part id>`."""
 
     def __init__(self, bucket: Bucket) -> None:

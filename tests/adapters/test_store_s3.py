@@ -276,7 +276,7 @@ def test_wrong_urls_are_refused_and_not_quoted(tmp_path: Path):
 
 
 def test_parts_of_uploads(open_at: Open, s3: S3Server, prefix: str, tmp_path: Path):
-    parts, upload = open_at().parts, "a" * 32
+    parts, upload = open_at().upload_parts, "a" * 32
     for number in range(2):
         file = tmp_path / "part"
         file.write_bytes(bytes([number]) * 10)

@@ -164,12 +164,12 @@ class ResumableUploads:
         """Remove expired uploads, and parts without an upload on record. Returns the number of uploads."""
         gone = set(await self._uploads.remove_expired())
         latest = time.time() - ORPHAN_SECONDS
-        listed = await asyncio.to_thread(lambda: [each for each, at in self._store.parts.list() if at <= latest])
+        listed = await asyncio.to_thread(lambda: [each for each, at in self._store.upload_parts.list() if at <= latest])
         for start in range(0, len(listed), 200):
             some = listed[start : start + 200]
             gone |= set(some) - await self._uploads.known(some)
         for upload_id in gone:
-            await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+            await asyncio.to_thread(self._store.upload_parts.remove_upload, upload_id)
         return len(gone)
 
     async def _find(self, request: web.Request) -> tuple[AdapterCaller, PartialUpload]:
@@ -191,11 +191,11 @@ class ResumableUploads:
     ) -> PartialUpload:
         part_id, in_thread = uuid.uuid4().hex, partial(self._intake.store_calls.run, caller.owner)
         try:
-            await in_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
+            await in_thread(self._store.upload_parts.save, upload_id, part_id, place.folder / "part")
             return await self._uploads.add_part(caller.tenant, upload_id, start, size, part_id)
         except (WrongOffset, RecordNotFound):
             # After any other error the part may be on record, because the answer to a commit can be lost.
-            await in_thread(self._store.parts.remove, upload_id, part_id)
+            await in_thread(self._store.upload_parts.remove, upload_id, part_id)
             raise
 
     async def _receive(
@@ -238,7 +238,7 @@ class ResumableUploads:
         with place.create(ARCHIVE) as file:
             try:
                 for part_id in parts:
-                    for piece in until_stopped(self._store.parts.read(upload_id, part_id), stop):
+                    for piece in until_stopped(self._store.upload_parts.read(upload_id, part_id), stop):
                         found.update(piece)
                         file.write(piece)
             except FileNotFoundError as error:
@@ -250,7 +250,7 @@ class ResumableUploads:
 
         async def remove() -> None:
             await self._uploads.remove(upload_id)
-            await self._intake.store_calls.run(caller.owner, self._store.parts.remove_upload, upload_id)
+            await self._intake.store_calls.run(caller.owner, self._store.upload_parts.remove_upload, upload_id)
 
         await run_to_end(remove())
 

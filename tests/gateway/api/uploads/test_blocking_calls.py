@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from adapters.parts import DirectoryParts
 from adapters.store import DirectoryStore
+from adapters.upload_parts import DirectoryUploadParts
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.blocking_calls import THREADS, BlockingCalls
 from gateway.api.uploads.receiving import Workplace
@@ -38,7 +38,12 @@ async def upload(acme: Client, call: str) -> int:
     return (await put(acme, id_, 0, ARCHIVE)).status
 
 
-CALLS = {"stage": DirectoryStore, "publish": DirectoryStore, "save": DirectoryParts, "remove_upload": DirectoryParts}
+CALLS = {
+    "stage": DirectoryStore,
+    "publish": DirectoryStore,
+    "save": DirectoryUploadParts,
+    "remove_upload": DirectoryUploadParts,
+}
 
 
 @pytest.mark.parametrize(("call", "store"), CALLS.items())

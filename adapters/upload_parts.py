@@ -15,7 +15,7 @@ FOLDER = "uploads"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
-class Parts(Protocol):
+class UploadParts(Protocol):
     """Parts of uploads, by random ids of 32 hexadecimal digits. Methods raise OSError."""
 
     def save(self, upload_id: str, part_id: str, file: Path) -> None: ...
@@ -36,7 +36,7 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-class DirectoryParts:
+class DirectoryUploadParts:
     """Parts as files below the store's directory."""
 
     def __init__(self, root: Path) -> None:
