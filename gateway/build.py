@@ -1,6 +1,6 @@
-"""Construction of a gateway: its parts, and the objects whose methods answer the routes.
+"""Construction of a gateway: its components, and the objects whose methods answer the routes.
 
-`gateway/parts.py` makes the parts below the routes; `gateway/lifecycle.py` starts and ends them.
+`gateway/components.py` makes the components below the routes; `gateway/lifecycle.py` starts and ends them.
 """
 
 from dataclasses import dataclass
@@ -51,6 +51,7 @@ from gateway.api.webhook_manager import WebhookManager
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.recovery import LeaseRecovery
+from gateway.components import Billing, Records, Serving, build_billing, build_records, build_serving
 from gateway.fleet.addresses import own_fields
 from gateway.metric_sources import watch_parts
 from gateway.pages.adapters.build import AdapterParts, build_adapter_page
@@ -58,7 +59,6 @@ from gateway.pages.build import build_pages
 from gateway.pages.frame.form_answers import FormAnswers
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.build import build_setting_pages
-from gateway.parts import Billing, Records, Serving, build_billing, build_records, build_serving
 from gateway.process.connections import ConnectionLimiter
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain

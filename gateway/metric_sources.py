@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from gateway.api.requests.memory import BodyMemory
+from gateway.components import Billing, Serving
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.metrics import EngineFigures, Metrics
-from gateway.parts import Billing, Serving
 
 
 def watch_parts(metrics: Metrics, billing: Billing, serving: Serving, body_memory: BodyMemory) -> None:

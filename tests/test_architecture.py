@@ -20,8 +20,19 @@ NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
 # Rooms of a package, folders and single modules, from the top floor down; a room may import those after it.
 ROOMS = {
     "gateway": (
-        *("serve", "app", "lifecycle", "build", "route_table", "metric_sources", "pages", "api", "alerts", "parts"),
-        *("resources", "workers", "settings", "setting_types", "spans", "billing", "fleet", "quota", "access"),
+        *("serve", "app", "lifecycle", "build", "route_table", "metric_sources", "pages", "api", "alerts"),
+        *(
+            "components",
+            "resources",
+            "workers",
+            "settings",
+            "setting_types",
+            "spans",
+            "billing",
+            "fleet",
+            "quota",
+            "access",
+        ),
         *("records", "sharing", "redis", "process", "limits", "metrics", "metric_labels", "usage_row", "caller"),
         *("error_boundary", "unknown_urls", "error_codes", "errors", "setting_errors", "log_format", "sql_states"),
     ),

@@ -8,7 +8,7 @@ from gateway.alerts.mail import Mailer
 from gateway.alerts.outbox import Outbox
 from gateway.alerts.sending import Sender
 from gateway.alerts.watch import Watch
-from gateway.parts import Records, Serving
+from gateway.components import Records, Serving
 from gateway.records.events.events import Events
 from gateway.records.events.webhooks import Webhooks
 from gateway.records.leadership import Leadership

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gateway.access.sessions import COOKIE, VISITOR
 from gateway.api.health import HealthRoutes
+from gateway.components import Billing, Records, Serving
 from gateway.pages.adapters.build import build_adapter_pages
 from gateway.pages.console.build import build_console
 from gateway.pages.fleet.build import build_fleet_pages
@@ -21,7 +22,6 @@ from gateway.pages.money.build import build_money_pages
 from gateway.pages.overview.build import build_overview
 from gateway.pages.requests.build import build_request_pages
 from gateway.pages.tenants.build import build_tenant_pages
-from gateway.parts import Billing, Records, Serving
 from gateway.process.drain import Drain
 from gateway.records.activity.activity import Activity
 from gateway.resources import Resources

@@ -6,7 +6,7 @@ from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.golden.upgrades import Upgrades
 from gateway.api.inference.admission import Admission
 from gateway.api.requests.memory import BodyMemory
-from gateway.parts import Billing, Records, Serving
+from gateway.components import Billing, Records, Serving
 from gateway.records.adapters.golden import Golden
 from gateway.records.adapters.probes import Probes
 from gateway.resources import Resources

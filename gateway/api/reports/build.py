@@ -10,7 +10,7 @@ from gateway.api.reports.request_log import RequestLogRoutes
 from gateway.api.reports.usage import Usage
 from gateway.api.reports.usage_pruning import UsagePruning
 from gateway.billing.activity_rebuild import ActivityRebuild
-from gateway.parts import Billing, Records
+from gateway.components import Billing, Records
 from gateway.records.retention import Retention
 from gateway.resources import Resources
 

@@ -8,13 +8,13 @@ from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
+from gateway.components import Billing, Records, Serving
 from gateway.pages.adapters.actions import AdapterActs
 from gateway.pages.adapters.list import AdapterListPage
 from gateway.pages.adapters.page import AdapterPages, Reports
 from gateway.pages.adapters.playground import PlaygroundPages
 from gateway.pages.adapters.upload import AdapterUploads
 from gateway.pages.frame.frame import Frame
-from gateway.parts import Billing, Records, Serving
 from gateway.records.activity.activity import Activity
 from gateway.records.adapters.golden import Golden
 from gateway.records.adapters.probes import Probes

@@ -9,9 +9,9 @@ from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
 from gateway.api.scopes import PRINCIPAL
+from gateway.components import Records
 from gateway.errors import Forbidden
 from gateway.pages.frame.frame import Frame
-from gateway.parts import Records
 from gateway.quota.quota import Quota
 from gateway.records.bases.registry import Bases
 from gateway.sharing.turns import Turns

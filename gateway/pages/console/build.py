@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.api.key_manager import KeyManager
+from gateway.components import Billing, Records
 from gateway.pages.console.access import Console
 from gateway.pages.console.adapters import ConsoleAdapters
 from gateway.pages.console.audit import ConsoleAudit
@@ -14,7 +15,6 @@ from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.examples import KeyExamples
-from gateway.parts import Billing, Records
 from gateway.records.activity.activity import Activity
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.money.usage_ranking import UsageRanking

@@ -10,6 +10,7 @@ from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
 from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text
 from gateway.api.scopes import ACTOR
+from gateway.components import Records
 from gateway.errors import RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
@@ -18,7 +19,6 @@ from gateway.pages.parts.edits import again_if_changed, merge, shown_values
 from gateway.pages.parts.form_checks import form_errors, is_confirmed, read_form, typing_error
 from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
-from gateway.parts import Records
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState
 from gateway.records.money.prices import EVERYTHING, Price

@@ -6,11 +6,11 @@ from gateway.api.admin.bases import AdminBases
 from gateway.api.admin.engines import AdminEngines
 from gateway.api.admin.fleet_views import FleetViews, Residents
 from gateway.api.admin.quarantine import AdminQuarantine
+from gateway.components import Records, Serving
 from gateway.pages.fleet.bases import BasePages
 from gateway.pages.fleet.engines import EnginePages
 from gateway.pages.fleet.fairness import FairnessPages
 from gateway.pages.frame.frame import Frame
-from gateway.parts import Records, Serving
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.residency import Residency
 from gateway.resources import Resources

@@ -6,10 +6,10 @@ from urllib.parse import urlsplit
 
 from gateway.access.login_audit import LoginAudit
 from gateway.access.oidc import Oidc
+from gateway.components import Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.login.login import LoginPages
 from gateway.pages.login.oidc import OidcPages
-from gateway.parts import Records
 from gateway.resources import Resources
 
 

@@ -3,11 +3,11 @@
 from typing import Any
 
 from gateway.api.reports.usage_export import UsageExport
+from gateway.components import Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.money.plans import PlanPages
 from gateway.pages.money.prices import PricePages
 from gateway.pages.money.usage import UsagePages
-from gateway.parts import Records
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.resources import Resources
 

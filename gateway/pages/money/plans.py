@@ -9,6 +9,7 @@ from gateway.api.admin.plans import NewPlan
 from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import parse_text
 from gateway.api.scopes import ACTOR
+from gateway.components import Records
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.edits import Edit, again_if_changed, merge, shown_values
@@ -16,7 +17,6 @@ from gateway.pages.parts.form_checks import form_errors, is_confirmed, read_form
 from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
-from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price
 from gateway.records.tenants.plans import TenantPlan
 from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms

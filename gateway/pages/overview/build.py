@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.api.admin.search import AdminSearch
+from gateway.components import Billing, Records
 from gateway.fleet.history import History
 from gateway.pages.frame.filters import money
 from gateway.pages.frame.frame import Frame
@@ -10,7 +11,6 @@ from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
 from gateway.pages.overview.overview import Overview
 from gateway.pages.overview.search import SearchPage
-from gateway.parts import Billing, Records
 from gateway.records.activity.activity import Activity
 from gateway.records.events.attention import Attention
 from gateway.records.search import Search

@@ -4,10 +4,10 @@ from datetime import timedelta
 from typing import Any
 
 from gateway.api.admin.refusals import AdminRefusals
+from gateway.components import Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.requests.log import RequestPages
 from gateway.pages.requests.refusals import RefusalPages
-from gateway.parts import Records
 from gateway.records.requests.refusal_report import RefusalReport
 from gateway.resources import Resources
 

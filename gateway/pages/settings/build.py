@@ -8,11 +8,11 @@ from gateway.api.admin.settings import AdminSettings
 from gateway.api.condition import Conditions
 from gateway.api.shown_settings import shown_settings
 from gateway.api.webhook_manager import WebhookManager
+from gateway.components import Billing, Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
 from gateway.pages.settings.settings import SettingPages
-from gateway.parts import Billing, Records
 from gateway.records.events.webhook_list import TargetLists
 from gateway.records.keys.session_list import SessionLists
 from gateway.records.money.rejected_usage import RejectedUsage

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gateway.api.key_manager import KeyManager
+from gateway.components import Records
 from gateway.fleet.fairness import Fairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.examples import KeyExamples
@@ -11,7 +12,6 @@ from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
-from gateway.parts import Records
 from gateway.quota.quota import Quota
 from gateway.records.activity.activity import Activity
 from gateway.settings import Settings

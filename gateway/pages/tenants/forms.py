@@ -11,11 +11,11 @@ from gateway.api.admin.tenants import NewTenant, TenantChanges
 from gateway.api.page_guard import FORM
 from gateway.api.requests.named_models import check_names
 from gateway.api.scopes import ACTOR
+from gateway.components import Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.edits import again_if_changed, merge, shown_values
 from gateway.pages.parts.form_checks import form_errors, read_form
 from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
-from gateway.parts import Records
 from gateway.records.tenants.tenants import TEXTS, Tenant
 from gateway.records.tenants.terms import FIELDS, NO_TERMS, Terms, given_terms, own_terms, resolve
 

@@ -12,6 +12,7 @@ from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.api.scopes import ACTOR
+from gateway.components import Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.edits import again_if_changed
 from gateway.pages.parts.examples import KeyExamples
@@ -29,7 +30,6 @@ from gateway.pages.parts.key_forms import (
 )
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import read_page, read_table, send_csv
-from gateway.parts import Records
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
 from gateway.records.keys.list import Sort
 

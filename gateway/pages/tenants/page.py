@@ -8,6 +8,7 @@ from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
 from gateway.api.requests.fields import parse_text
+from gateway.components import Records
 from gateway.errors import Unavailable
 from gateway.limits.kinds import REQUEST_KINDS
 from gateway.limits.periods import PERIOD_WORDS
@@ -24,7 +25,6 @@ from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, fill, 
 from gateway.pages.tenants.forms import LIST
 from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.tenants import DONE, USE_HINT
-from gateway.parts import Records
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
 from gateway.records.tenants.list import tightest_budget

@@ -10,6 +10,7 @@ from gateway.api.admin.tenants import TenantChanges, read_filter
 from gateway.api.page_guard import form_of
 from gateway.api.requests.fields import read_fields
 from gateway.api.scopes import ACTOR
+from gateway.components import Records
 from gateway.errors import BadRequest, Conflict
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
@@ -17,7 +18,6 @@ from gateway.pages.parts.form_checks import is_confirmed, typing_error
 from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST
-from gateway.parts import Records
 from gateway.records.tenants.bulk import BulkChange
 from gateway.records.tenants.list import Sort, TenantFilter, tightest_budget
 from gateway.records.tenants.tenants import Tenant

@@ -1,4 +1,4 @@
-"""Construction of a gateway's parts below the routes, and independent of these: records, billing, fleet of engines."""
+"""Construction of a gateway's components that do not depend on routes: records, billing, fleet of engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
