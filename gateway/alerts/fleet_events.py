@@ -36,10 +36,10 @@ class FleetEvents:
         self._mismatched: set[tuple[str, str]] = set()
         self._begun: list[QuarantinePeriod] = []
 
-    def note_mismatch(self, engine: EngineRecord) -> None:
-        """Count an answer with another adapter than the request's, and record it at the next look."""
+    def note_mismatch(self, engine: EngineRecord, instance: str | None) -> None:
+        """Count an instance's answer with another adapter than the request's, and record it at the next look."""
         self._metrics.adapter_mismatch(engine.url)
-        self._mismatched.add((engine.url, str(engine.state.instance)))
+        self._mismatched.add((engine.url, str(instance)))
 
     async def look(self) -> None:
         """Record the events since the last look. Raises Unavailable."""

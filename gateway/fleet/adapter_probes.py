@@ -118,7 +118,7 @@ class AdapterProber:
         except ClientConnectorError as error:
             raise NotProbed("the engine cannot be reached") from error
         except (ClientOSError, ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
-            engine.mark_down(f"a probe failed: {network_reason(error)}")
+            engine.mark_gone(in_flight.instance, f"a probe failed: {network_reason(error)}")
             self._quarantine.died(engine, tenant.id, named(suspects), in_flight.instance)
             self._remember(suspects[0])
             # Another process may still report its tenants' requests for this death, so the next attempt counts it.

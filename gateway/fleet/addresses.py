@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from gateway.fleet.engine import Address, OwnFields
+from gateway.fleet.engine import Address
 from gateway.fleet.kinds.table import KINDS
+from gateway.fleet.traits import OwnFields
 
 # An item in place of a URL: engines may announce themselves (`loraplex engine --gateway`).
 ANNOUNCED = "announced"

@@ -13,8 +13,8 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
-from gateway.fleet.engine import Traits
 from gateway.fleet.large_objects import PIECE_BYTES, LargeObject, read_object
+from gateway.fleet.traits import Traits
 from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_OVERLOADED, ENGINE_UNAVAILABLE, GENERATION_FAILED
 from wire.http_errors import HTTP_ERRORS
 from wire.responses import FIELDS_HEADER, AnswerHead, ReportLine

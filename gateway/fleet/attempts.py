@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
 from gateway.fleet.answers import Incoming
-from gateway.fleet.call import Call, EngineGone, EngineRefused
+from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import InFlight, count_less
@@ -48,8 +48,8 @@ class Attempts:
                 _upstream_span(call, engine) as span,
                 self._counted(engine, call) as in_flight,
                 in_flight.ending_with(EngineGone, EngineRefused),
+                _on_present_instance(engine, in_flight),
             ):
-                in_flight.instance = engine.state.instance
                 sent = replace(call, trace=span.headers() or call.trace, on_sent=partial(engine.note_sent, in_flight))
                 async with AsyncExitStack() as held:
                     opened = held.enter_async_context(self._client.open(engine, sent))
@@ -121,6 +121,18 @@ class Attempts:
             else:
                 in_flight.cut_off = asyncio.create_task(self._registry.still_runs(engine, in_flight.instance))
         return await asyncio.shield(in_flight.cut_off)
+
+
+@contextmanager
+def _on_present_instance(engine: EngineRecord, in_flight: InFlight) -> Iterator[None]:
+    """Note the instance that gets the request. Mark the engine as down if that instance is gone or withdraws."""
+    in_flight.instance = engine.state.instance
+    try:
+        yield
+    except (EngineGone, EngineWithdrew) as error:
+        if error.reason is not None:
+            engine.mark_gone(in_flight.instance, error.reason)
+        raise
 
 
 async def _until_abandoned(engine: EngineRecord, in_flight: InFlight, answer: Awaitable[T]) -> T:

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 class EngineGone(Exception):
     """The engine could not be reached, or closed the connection before it answered. Another engine may be tried.
 
-    had_it: whether the engine may have read the request, so that the request may be the cause.
+    had_it: whether the engine may have read the request, so that the request may be the cause. reason: why the engine
+    counts as down; None if it does not.
     """
 
-    def __init__(self, had_it: bool) -> None:
+    def __init__(self, had_it: bool, reason: str | None = None) -> None:
         super().__init__(had_it)
         self.had_it = had_it
+        self.reason = reason
 
 
 class EngineRefused(Exception):
@@ -67,6 +69,8 @@ class EngineRefused(Exception):
 
 class EngineWithdrew(EngineRefused):
     """The engine takes no requests at present, for example because it drains. It counts as absent."""
+
+    reason = "it refused a request, because it accepts none at present"
 
 
 def _ignore(*_: int) -> None:

@@ -75,8 +75,8 @@ class EngineClient:
         try:
             response = await kind.send(engine, call)
         except (ClientOSError, ServerDisconnectedError, ConnectionError) as error:
-            engine.mark_down(f"a request failed: {network_reason(error)}")
-            raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
+            reason = f"a request failed: {network_reason(error)}"
+            raise EngineGone(had_it=not isinstance(error, ClientConnectorError), reason=reason) from error
         except HTTP_ERRORS as error:
             # A stream's response begins with its first token. A whole answer may take long without any fault.
             broken = not isinstance(error, TimeoutError) or call.is_stream
@@ -92,7 +92,7 @@ class EngineClient:
         try:
             answer: Incoming = response
             if response.content_type == REPORT_TYPE:
-                answer = await self._read_report(engine, call, response)
+                answer = await _read_report(call, response)
             if answer.status != 200:
                 raise kind.refusal(answer, await read_error(answer), call.model)
             yield answer
@@ -100,10 +100,10 @@ class EngineClient:
             # A connection whose answer was read to its end returns to the pool; any other connection is closed.
             response.release()
 
-    async def _read_report(self, engine: EngineRecord, call: Call, response: ClientResponse) -> Incoming:
-        """Read a report. Raises EngineGone if it breaks off, because the answer has not begun then."""
-        try:
-            return await read_report(response, call.on_progress)
-        except EngineBroke as error:
-            engine.mark_down(error.message)
-            raise EngineGone(had_it=True) from error
+
+async def _read_report(call: Call, response: ClientResponse) -> Incoming:
+    """Read a report. Raises EngineGone if it breaks off, because the answer has not begun then."""
+    try:
+        return await read_report(response, call.on_progress)
+    except EngineBroke as error:
+        raise EngineGone(had_it=True, reason=error.message) from error

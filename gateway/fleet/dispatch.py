@@ -70,12 +70,13 @@ class AttemptLog(Protocol):
 class Answering(msgspec.Struct, frozen=True):
     """A response of status 200, its body unread.
 
-    release: frees the engine's places before the answer's end, because the engine has finished its part. Only the first
-    call has an effect. end: notes that the answer was read to its end. check_cut_off: returns whether a broken answer's
-    client read too slowly; it may ask the engine.
+    instance: the engine's instance that answers. release: frees the engine's places before the answer's end, because
+    the engine has finished its part. Only the first call has an effect. end: notes that the answer was read to its end.
+    check_cut_off: returns whether a broken answer's client read too slowly; it may ask the engine.
     """
 
     engine: EngineRecord
+    instance: str | None
     response: Incoming
     release: Callable[[], None]
     end: Callable[[], None]
@@ -180,7 +181,7 @@ class Fleet:
                 queue.free(place)
 
             check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
-            yield Answering(engine, response, release, in_flight.end, check_cut_off)
+            yield Answering(engine, in_flight.instance, response, release, in_flight.end, check_cut_off)
 
     async def _begin(self, call: Call, record: AttemptLog, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
@@ -370,7 +371,6 @@ class Fleet:
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
             record.unsent()
-            engine.mark_down("it refused a request, because it accepts none at present")
         except EngineRefused as error:
             has_failed = isinstance(error.error, UpstreamFailed)
             tries.failed += has_failed

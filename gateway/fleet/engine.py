@@ -12,6 +12,7 @@ import msgspec
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.own_requests import InFlight, OwnRequests, Prefetched
+from gateway.fleet.traits import LORAPLEX, Traits
 from gateway.records.bases.base import FIRST, Binding, EngineSoftware
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantShare
@@ -33,60 +34,6 @@ MIN_LOAD_SECONDS = 0.02
 MAX_VERSION_CHARS = 64
 # Levels of the log lines about engines that get no requests.
 LEVELS = {Health.MISCONFIGURED: logging.ERROR, Health.ASLEEP: logging.INFO}
-# Types of the errors in a stream that the request itself causes.
-OPENAI_REQUEST_ERRORS = frozenset({"invalid_request_error"})
-
-
-class OwnFields(msgspec.Struct, kw_only=True):
-    """Base of a kind's additional request fields. They must not change the number of tokens beyond `max_tokens`."""
-
-    def check(self) -> None:
-        """Check rules that the annotations cannot express. Raises BadRequest."""
-
-
-class Traits(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of an engine kind by which the rest of the gateway treats its engines.
-
-    name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages
-    for operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order
-    tenants fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by
-    which a broken answer is billed; without it, the received counts are billed. takes_hints: whether it loads
-    adapters ahead of their requests (`POST /prefetch`). has_own_secret: whether it is a foreign server, with
-    options and a key of its own instead of the internal token. own_fields: request fields that only this kind
-    serves. splits_prompts: whether an address may name a second server that computes prompts. request_errors: types
-    of the errors in a stream that the request itself causes. shows_messages: whether its messages for such errors
-    may be shown to the client; False for a server whose messages may name others' adapters.
-    """
-
-    name: str
-    prefix: str
-    title: str
-    batches_in_flight: int = 1
-    has_usage_log: bool = False
-    takes_hints: bool = False
-    has_own_secret: bool = True
-    own_fields: type[OwnFields] | None = None
-    splits_prompts: bool = False
-    request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
-    shows_messages: bool = True
-
-    @property
-    def orders_tenants(self) -> bool:
-        """Return whether the engine serves its requests in a fair order, so that it may get more than it runs."""
-        return self.batches_in_flight > 1
-
-
-# Our own engine. Besides its batch it gets as many requests again, to fill places as they become free. Further requests
-# wait in the gateway, where they can still be ordered and sent to another engine.
-LORAPLEX = Traits(
-    name="loraplex",
-    prefix="",
-    title="the engine",
-    batches_in_flight=2,
-    has_usage_log=True,
-    takes_hints=True,
-    has_own_secret=False,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +101,6 @@ class EngineState(msgspec.Struct, kw_only=True):
     reported: dict[str, Any] = {}
 
 
-def parse_state(line: bytes) -> EngineState:
-    """Decode an engine's report. Raises MsgspecError."""
-    reported = msgspec.json.decode(line, type=dict[str, Any])
-    state = msgspec.convert({**reported, "reported": {}}, EngineState)
-    reported.pop("adapters_host", None)
-    state.reported = reported
-    return state
-
-
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
     """Drain of an engine by an operator. by: id of the operator's key."""
 
@@ -181,7 +119,7 @@ class EngineRecord:
     report. observed_at: time of its last new report (monotonic). mismatched: the instance that answered with another
     adapter than the request's. drained: an operator's drain, whatever its health. is_ending: whether its instance ends
     by intention. base: id of its base model; None if it is not on record. on_end: called when its instance has died.
-    on_mismatch: called for each answer with another adapter than the request's.
+    on_mismatch: called with the instance of each answer with another adapter than the request's.
     """
 
     address: Address
@@ -203,7 +141,7 @@ class EngineRecord:
     is_ending: bool = False
     base: str | None = FIRST
     on_end: "Callable[[EngineRecord], None]" = lambda _: None
-    on_mismatch: "Callable[[EngineRecord], None]" = lambda _: None
+    on_mismatch: "Callable[[EngineRecord, str | None], None]" = lambda record, instance: None
 
     @property
     def url(self) -> str:
@@ -249,6 +187,10 @@ class EngineRecord:
         if not self.breaker.allows_some:
             return "up, but its requests fail: its circuit breaker is open"
         return f"up, for adapters only: {self.state.adapters_only}" if self.state.adapters_only else None
+
+    def is_present(self, instance: str | None) -> bool:
+        """Return whether an instance is the one that reported last. An unknown one (None) counts as that."""
+        return instance in (None, self.state.instance)
 
     @property
     def software(self) -> EngineSoftware:
@@ -354,15 +296,21 @@ class EngineRecord:
         self._change(health, reason)
         self.last_foreign_load, self.foreign_load = self.foreign_load or self.last_foreign_load, 0
 
+    def mark_gone(self, instance: str | None, reason: str) -> None:
+        """Stop sending requests to the engine because of its instance, unless another one has reported since."""
+        if self.is_present(instance):
+            self.mark_down(reason)
+
     def mark_misconfigured(self, reason: str) -> None:
         """Stop sending requests to the engine until the operator has corrected the reason."""
         self._change(Health.MISCONFIGURED, reason)
 
-    def mark_mismatched(self) -> None:
-        """Report an answer with another adapter, and stop sending requests to the engine until its next instance."""
-        self.on_mismatch(self)
-        self.mismatched = str(self.state.instance)
-        self.mark_misconfigured(MISMATCH)
+    def mark_mismatched(self, instance: str | None) -> None:
+        """Report an instance's answer with another adapter, and stop sending requests to it."""
+        self.on_mismatch(self, instance)
+        if self.is_present(instance):
+            self.mismatched = str(self.state.instance)
+            self.mark_misconfigured(MISMATCH)
 
     def mark_up(self) -> None:
         """Send requests to the engine, unless its present instance answered with another adapter than the request's."""

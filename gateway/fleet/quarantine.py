@@ -190,7 +190,7 @@ class Quarantine:
         names: the request's (`suspects`). instance: the engine's instance that had the request; None if it is unknown,
         which counts as the present one.
         """
-        if instance in (None, engine.state.instance):
+        if engine.is_present(instance):
             tenants, names_of_left = engine.requests.report_left()
             self._note_on(engine, tenants | {tenant_id}, [names, *names_of_left], self._clock())
             return

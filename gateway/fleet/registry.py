@@ -52,8 +52,8 @@ class Registry:
         self._watch = watch
         # Called with an engine whose instance has died: it reports another one, or is down and no longer listed.
         self.on_end: Callable[[EngineRecord], None] = lambda _: None
-        # Called with an engine that answered with another adapter than the request's.
-        self.on_mismatch: Callable[[EngineRecord], None] = lambda _: None
+        # Called with an engine and the instance that answered with another adapter than the request's.
+        self.on_mismatch: Callable[[EngineRecord, str | None], None] = lambda engine, instance: None
         self._engines: dict[str, EngineRecord] = {}
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}

@@ -117,7 +117,7 @@ class Upstream:
         self.streaming: set[asyncio.Transport] = set()
 
     @asynccontextmanager
-    async def serving(self, port: int = 0) -> AsyncIterator[Self]:
+    async def serving(self, port: int = 0, host: str = "127.0.0.1") -> AsyncIterator[Self]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
@@ -128,7 +128,7 @@ class Upstream:
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
-        async with serving(app, port) as self.url:
+        async with serving(app, port, host) as self.url:
             yield self
 
     async def _prefetch(self, request: web.Request) -> web.Response:
@@ -163,8 +163,7 @@ class Upstream:
         try:
             revision, told_at = -1, 0.0
             while self.healthy and self.pushes:
-                state = self._state_now()
-                now = time.monotonic()
+                state, now = self._state_now(), time.monotonic()
                 # Paced by the clock, however slow the machine: silence is the sign of a hung engine.
                 if not self.mute and (state["revision"] != revision or now - told_at >= 0.5):
                     revision, told_at = state["revision"], now
@@ -233,6 +232,7 @@ class Upstream:
                 return web.json_response({"error": detail | {"type": "t"}}, status=429, headers={"Retry-After": "7"})
             self.compiled.append(form)
         if "status" in how:
+            await self._wait_out(lambda: self.holds)
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": how.get("code", "c")}
             return web.json_response({"error": detail}, status=how["status"])
         mine: Finished = {"id": request.headers.get("x-request-id", ""), "finish_reason": None, **counts(0)}

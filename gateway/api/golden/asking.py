@@ -180,7 +180,7 @@ class Asking:
                 answering.end()
                 attempt_log.observe_answer(answer)
             except EngineMismatch:
-                engine.mark_mismatched()
+                engine.mark_mismatched(answering.instance)
                 raise
         return GoldenAnswer(text=_text(answer), software=software)
 

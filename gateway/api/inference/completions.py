@@ -35,7 +35,6 @@ from gateway.fleet import receipts
 from gateway.fleet.answers import EngineLost, Fields, object_parts, public_error, read_answer, read_events
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
-from gateway.fleet.engine import EngineRecord
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request
 from wire.headers import RECEIPT_HEADER
@@ -118,7 +117,7 @@ class Completions:
                 delivery = stack.enter_context(self._deliveries.open(request, account.principal.tenant.id))
                 async with self._time_limit(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
-                    stack.enter_context(_mark_mismatch(answering.engine))
+                    stack.enter_context(_mark_mismatch(answering))
                     self._admission.forms.served(call.tenant.id, request.get(FORM))
                     account.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                     if not asked.stream:
@@ -216,7 +215,7 @@ class Completions:
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):
-                    answering.engine.mark_mismatched()
+                    answering.engine.mark_mismatched(answering.instance)
                 await self._accounting.close_and_wait(account, ending_after(error))
                 body = error_body(failure.message, failure.kind, failure.param, failure.code)
                 await _send(delivery, response, body)
@@ -261,12 +260,12 @@ class Completions:
 
 
 @contextmanager
-def _mark_mismatch(engine: EngineRecord) -> Iterator[None]:
-    """Send the engine no more requests if its answer is of another adapter than the request's."""
+def _mark_mismatch(answering: Answering) -> Iterator[None]:
+    """Send the engine's instance no more requests if its answer is of another adapter than the request's."""
     try:
         yield
     except EngineMismatch:
-        engine.mark_mismatched()
+        answering.engine.mark_mismatched(answering.instance)
         raise
 
 

@@ -16,8 +16,9 @@ from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
 from gateway.fleet.answers import REFUSED, Incoming
 from gateway.fleet.call import Call, EngineRefused
-from gateway.fleet.engine import EngineRecord, EngineState, Traits
+from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.traits import Traits
 from wire.digests import digest_name
 
 if TYPE_CHECKING:

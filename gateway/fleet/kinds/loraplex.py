@@ -3,7 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import ClientResponse, ClientTimeout
@@ -11,7 +11,7 @@ from aiohttp import ClientResponse, ClientTimeout
 from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable
 from gateway.fleet.answers import FAILURES, REFUSED, Incoming
 from gateway.fleet.call import Call, EngineRefused, EngineWithdrew
-from gateway.fleet.engine import LORAPLEX, EngineRecord, EngineState, parse_state
+from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import (
     CONNECT_SECONDS,
     HEALTH_TIMEOUT,
@@ -24,6 +24,7 @@ from gateway.fleet.kinds.kind import (
     retry_after,
     with_clients_names,
 )
+from gateway.fleet.traits import LORAPLEX
 from wire.digests import digest_name
 from wire.error_codes import ENGINE_SHARE_USED, ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
 from wire.headers import (
@@ -73,7 +74,7 @@ class Loraplex(EngineKind):
         return self._token
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
-        return parse_state(await self.get(engine, "/state"))
+        return _parse_state(await self.get(engine, "/state"))
 
     async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
         async with self._session.get(
@@ -87,7 +88,7 @@ class Loraplex(EngineKind):
             # A proxy that buffers streams may answer with another type. The engine is then polled.
             if response.status == 200 and response.content_type == STATE_STREAM:
                 async for line in response.content:
-                    yield parse_state(line)
+                    yield _parse_state(line)
 
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         headers = {
@@ -176,3 +177,12 @@ class Loraplex(EngineKind):
             log.warning(
                 "raising the allowance of request %s on %s failed: %s", request_id, engine.url, type(error).__name__
             )
+
+
+def _parse_state(line: bytes) -> EngineState:
+    """Decode an engine's report. Raises MsgspecError."""
+    reported = msgspec.json.decode(line, type=dict[str, Any])
+    state = msgspec.convert({**reported, "reported": {}}, EngineState)
+    reported.pop("adapters_host", None)
+    state.reported = reported
+    return state

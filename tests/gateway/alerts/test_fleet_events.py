@@ -31,9 +31,7 @@ class Process:
         self.events = FleetEvents(Events(database), Tenants(database), Metrics(), self.quarantine)
 
     def answers_wrongly(self, instance: str) -> None:
-        record = engine("http://e:1")
-        record.state.instance = instance
-        self.events.note_mismatch(record)
+        self.events.note_mismatch(engine("http://e:1"), instance)
 
     def dies(self, tenant_id: str, prompt: str = "a secret", digests: tuple[str, ...] = ()) -> None:
         self.clock.now += 10.0

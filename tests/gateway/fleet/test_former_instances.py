@@ -12,7 +12,7 @@ from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import Quarantine
-from testing.gateway.running import running, settings, until
+from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import (
     BODY,
@@ -24,6 +24,7 @@ from tests.gateway.fleet.test_quarantine import (
     tenants_at_deaths,
 )
 from tests.gateway.fleet.test_shared_quarantine import Processes
+from wire.error_codes import ENGINE_UNAVAILABLE as UNAVAILABLE
 
 
 class Lives:
@@ -161,13 +162,77 @@ async def test_the_instance_goes_with_the_request(
             how = {"max_tokens": 4, "x_engine": {"tokens": 4, "pause": True, "drop_after": 1}}
             asked = [asyncio.create_task(acme.complete(stream=stream, **how)) for stream in (True, False)]
             await until(lambda: asyncio.sleep(0, len(upstream.requests) == 2))
-            upstream.instance = "two"
-
-            async def is_known() -> bool:
-                [shown] = (await gateway.admin.get("/admin/api/engines")).json["data"]
-                return bool(shown["state"]["instance"] == "two")
-
-            await until(is_known)
+            await reports_instance(gateway, upstream, "two")
             upstream.paused = False
             assert sorted([answer.status for answer in await asyncio.gather(*asked)]) == [200, 503]
     assert died == [("two", "one"), ("two", "one")]
+
+
+async def reports_instance(gateway: Gateway, upstream: Upstream, instance: str) -> None:
+    """Let an engine report another instance, and wait until the gateway knows it."""
+    upstream.instance = instance
+
+    async def is_known() -> bool:
+        [shown] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        return bool(shown["state"]["instance"] == instance)
+
+    await until(is_known)
+
+
+@pytest.mark.parametrize("is_former", [True, False])
+@pytest.mark.parametrize(("how", "code"), [("breaks", "engine_died"), ("refuses", "no_engine")])
+async def test_an_engine_stays_up_when_its_former_instance_goes(
+    how: str, code: str, is_former: bool, gateway: Gateway, upstream: Upstream, caplog: pytest.LogCaptureFixture
+):
+    """Each request that a tenant still had there kept the next instance from all tenants until its next report."""
+    asked = {"tokens": 4, "pause": True, "drop_after": 1} if how == "breaks" else {"status": 503, "code": UNAVAILABLE}
+    acme = await gateway.tenant("acme")
+    upstream.paused = upstream.holds = True
+    held = asyncio.create_task(acme.complete(max_tokens=4, x_engine=asked))
+    await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
+    if is_former:
+        await reports_instance(gateway, upstream, "two")
+    upstream.paused = upstream.holds = False
+    got = await held
+    assert (got.status, got.error["code"]) == (503, code)
+    assert (f"engine {upstream.url} is down" in caplog.text) == (not is_former)
+    if is_former:
+        assert (await acme.complete()).status == 200
+
+
+@pytest.mark.parametrize("is_former", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_instance_is_not_taken_out_for_the_wrong_answer_of_a_former_one(
+    stream: bool, is_former: bool, gateway: Gateway, upstream: Upstream
+):
+    acme = await gateway.tenant("acme")
+    how = {"tokens": 4, "pause": True, "mixed_after": 3}
+    held = asyncio.create_task(acme.complete(max_tokens=4, stream=stream, x_engine=how))
+    await until(lambda: asyncio.sleep(0, len(upstream.requests) == 1))
+    if is_former:
+        await reports_instance(gateway, upstream, "two")
+    upstream.receipt = "sha256:" + "0" * 64
+    upstream.paused = False
+    got = await held
+    error = got.events[-1]["error"] if stream else got.error
+    assert error["code"] == "adapter_mismatch"
+    page = (await gateway.admin.get("/metrics")).body.decode()
+    assert f'loraplex_gateway_adapter_mismatches_total{{engine="{upstream.url}"}} 1.0' in page
+    upstream.receipt = True
+    answer = await acme.complete()
+    assert answer.status == (200 if is_former else 503), answer.body
+
+
+def test_the_wrong_answer_of_a_former_instance_hides_none_of_the_present_one():
+    record, seen = engine("http://one:1"), list[str | None]()
+    record.on_mismatch = lambda _, instance: seen.append(instance)
+    for instance in ("first", "second"):
+        record.observe_state(EngineState(instance=instance), 0)
+        record.mark_up()
+    record.mark_mismatched("second")
+    record.mark_mismatched("first")
+    record.mark_up()
+    assert (record.condition.health, seen) == (Health.MISCONFIGURED, ["second", "first"])
+    record.observe_state(EngineState(instance="third"), 0)
+    record.mark_up()
+    assert record.is_up
