@@ -212,7 +212,7 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
 def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:
     """Let the quarantine see deaths of engines and requests on them, and let it hand orphaned requests over to them."""
     registry.on_end = quarantine.ended
-    quarantine.engines = lambda: registry.engines
+    quarantine.engines = lambda: registry.with_dropped
     quarantine.take_over = registry.take_over
 
 

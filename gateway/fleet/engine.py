@@ -117,9 +117,10 @@ class EngineRecord:
     when a DOWN engine was last up. slots: number of requests that it runs at once. load_seconds: time to load an
     adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
     report. observed_at: time of its last new report (monotonic). mismatched: the instance that answered with another
-    adapter than the request's. drained: an operator's drain, whatever its health. is_ending: whether its instance ends
-    by intention. base: id of its base model; None if it is not on record. on_end: called when its instance has died.
-    on_mismatch: called with the instance of each answer with another adapter than the request's.
+    adapter than the request's. drained: an operator's drain, whatever its health. is_listed: whether discovery lists
+    it. is_ending: whether its instance ends by intention. base: id of its base model; None if it is not on record.
+    on_end: called when its instance has died. on_mismatch: called with the instance of each answer with another adapter
+    than the request's.
     """
 
     address: Address
@@ -138,6 +139,7 @@ class EngineRecord:
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
+    is_listed: bool = True
     is_ending: bool = False
     base: str | None = FIRST
     on_end: "Callable[[EngineRecord], None]" = lambda _: None
@@ -175,7 +177,7 @@ class EngineRecord:
 
     @property
     def available(self) -> bool:
-        return self.is_up and self.drained is None and self.breaker.allows_some
+        return self.is_up and self.is_listed and self.drained is None and self.breaker.allows_some
 
     @property
     def fault(self) -> str | None:

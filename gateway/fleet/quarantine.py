@@ -69,11 +69,12 @@ class Quarantine:
     """Deaths of engines, and the requests and adapters in quarantine.
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
-    of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
-    report_left: returns the tenants with requests of this process on an engine's instance (its URL and instance),
-    running or left, and the names of the left ones, once each. is_alone: returns whether an engine works only on a
-    request that runs apart, whatever other processes report. engines: returns all engines. take_over: called with the
-    requests that an ending process left on an engine, their age, and whether a death was reported with them.
+    of a deployment. shared: None for a single process. count: called with the kind of each new quarantine. report_left:
+    returns the tenants with requests of this process on an engine's instance (its URL and instance), running or left,
+    and the names of the left ones, once each. is_alone: returns whether an engine works only on a request that runs
+    apart, whatever other processes report. engines: returns all engines that may have requests of this process.
+    take_over: called with the requests that an ending process left on an engine, their age, and whether a death was
+    reported with them.
     """
 
     def __init__(

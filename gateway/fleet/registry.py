@@ -41,7 +41,8 @@ class Registry:
     """The engines that `discover` finds.
 
     Each is checked and then followed; an engine that cannot be followed is checked every second. An engine that
-    discovery drops gets no new requests; its running requests go on.
+    discovery drops gets no new requests; its running requests go on. While it may have requests of this process, it is
+    checked as before, because only its end shows whether it has died with them.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class Registry:
         # Called with an engine and the instance that answered with another adapter than the request's.
         self.on_mismatch: Callable[[EngineRecord, str | None], None] = lambda engine, instance: None
         self._engines: dict[str, EngineRecord] = {}
+        # Dropped engines that may have requests of this process, by URL. Those that are down, with requests whose
+        # connections have not broken yet: other processes may still report their deaths.
+        self._leaving: dict[str, EngineRecord] = {}
+        self._gone: list[EngineRecord] = []
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
@@ -64,22 +69,30 @@ class Registry:
     def engines(self) -> tuple[EngineRecord, ...]:
         return tuple(self._engines.values())
 
+    @property
+    def with_dropped(self) -> tuple[EngineRecord, ...]:
+        """The engines, and the dropped ones that may have requests of this process."""
+        return (*self._engines.values(), *self._leaving.values(), *self._gone)
+
     def report_left(self, url: str, instance: str | None) -> tuple[set[str], list[Names]]:
         """Return the result of `OwnRequests.report_left` for an engine's instance.
 
         Return nothing if the engine is unknown or has another instance: the former one's requests were reported then.
         """
-        engine = self._engines.get(url)
-        if engine is None or (None not in (instance, engine.state.instance) and instance != engine.state.instance):
-            return set(), []
-        return engine.requests.report_left()
+        tenants, names = set[str](), list[Names]()
+        for engine in self.with_dropped:
+            if engine.url == url and (engine.state.instance is None or engine.is_present(instance)):
+                its_tenants, its_names = engine.requests.report_left()
+                tenants |= its_tenants
+                names += its_names
+        return tenants, names
 
     def take_over(self, left: OrphanedRequests, age: float, is_reported: bool) -> None:
         """Count requests that another process left on an engine as this process's, if the engine may still have them.
 
         See `OwnRequests.take_over`.
         """
-        engine = self._engines.get(left.engine)
+        engine = self._engines.get(left.engine) or self._leaving.get(left.engine)
         if engine is None or left.instance != engine.state.instance:
             return
         if engine.observed_at < time.monotonic() - age + LEFT_SECONDS:
@@ -163,7 +176,7 @@ class Registry:
         try:
             while True:
                 await self._discover_engines()
-                for url, engine in self._engines.items():
+                for url, engine in {**self._leaving, **self._engines}.items():
                     if url not in self._watching:
                         task = self._watching[url] = asyncio.create_task(self._watch_one(engine, changed))
                         task.add_done_callback(partial(self._end_watch, url))
@@ -220,19 +233,41 @@ class Registry:
     async def _discover_engines(self) -> None:
         addresses = {address.url: address for address in await self._discover()}
         for url in self._engines.keys() - addresses.keys():
-            if watching := self._watching.get(url):
-                watching.cancel()
-            engine = self._engines.pop(url)
-            if engine.condition.health in (Health.DOWN, Health.SILENT):
-                # Its next instance may have another address.
-                engine.note_end()
-            engine.mark_down("it is no longer listed or announced", Health.DRAINING)
+            self._leaving[url] = self._engines.pop(url)
+            self._leaving[url].is_listed = False
         for url, address in addresses.items():
             if url not in self._engines:
-                self._engines[url] = EngineRecord(
+                self._engines[url] = self._listed_again(address) or EngineRecord(
                     address,
                     slots=address.requests if address.traits.has_own_secret else DEFAULT_SLOTS,
-                    drained=self._drained.get(url),
                     on_end=self.on_end,
                     on_mismatch=self.on_mismatch,
                 )
+                self._engines[url].drained = self._drained.get(url)
+        for engine in [*self._leaving.values()]:
+            if engine.condition.health not in (Health.UP, Health.DRAINING) or not engine.requests.tenants:
+                self._stop_watching(engine)
+        self._gone = [engine for engine in self._gone if engine.requests.by_tenant]
+
+    def _listed_again(self, address: Address) -> EngineRecord | None:
+        """Return the record of a dropped engine that is still watched, None without one."""
+        engine = self._leaving.get(address.url)
+        if engine is None:
+            return None
+        if engine.address != address:
+            self._stop_watching(engine)
+            return None
+        engine.is_listed = True
+        return self._leaving.pop(address.url)
+
+    def _stop_watching(self, engine: EngineRecord) -> None:
+        """Stop watching a dropped engine that is down or has no request of this process."""
+        del self._leaving[engine.url]
+        if watching := self._watching.get(engine.url):
+            watching.cancel()
+        if engine.condition.health in (Health.DOWN, Health.SILENT):
+            # Its next instance may have another address.
+            engine.note_end()
+        engine.requests.forget_left()
+        engine.mark_down("it is no longer listed or announced", Health.DRAINING)
+        self._gone.append(engine)
