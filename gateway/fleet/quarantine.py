@@ -313,7 +313,8 @@ class Quarantine:
             if report.engine == NO_ENGINE:
                 for left in report.left:
                     self._take_over(left, age, entry.process)
-                self._deaths.end(entry.process)
+                if not report.more:
+                    self._deaths.end(entry.process)
             elif report.engine == ENDED_BY_OPERATOR:
                 for tenant_id in report.tenants:
                     self._deaths.forget(tenant_id, self._clock() - age)

@@ -28,6 +28,9 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
+# Most names of requests in one entry of a process's last report, of about 120 bytes each. A process that leaves more
+# sends several entries: one of megabytes might not reach Redis in time, and the requests of all tenants were lost.
+MAX_NAMES = 1000
 # A process counts as ended after this time without a call. It is long, because a suspended process may still have
 # requests on engines.
 ALIVE_SECONDS = 60
@@ -97,7 +100,7 @@ class Report(msgspec.Struct):
 
     tenants: those of the process's requests there, or whose quarantine ended. suspects: the requests that broke.
     instance: the engine's, None if unknown. processes: those that must answer; none if no answer is expected. age:
-    seconds since the death. left: in the last report of a process.
+    seconds since the death. left: in the last report of a process. more: whether that report goes on in the next entry.
     """
 
     engine: str
@@ -107,6 +110,7 @@ class Report(msgspec.Struct):
     processes: list[str] = []
     age: float = 0.0
     left: list[OrphanedRequests] = []
+    more: bool = False
 
 
 class Entry(NamedTuple):
@@ -171,8 +175,11 @@ class SharedDeaths:
 
     async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
         """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
-        if await self.add(Report(NO_ENGINE, [], [], left=[*left]), seconds) is not None:
-            await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
+        parts = _divide(left)
+        for number, part in enumerate(parts, 1):
+            if await self.add(Report(NO_ENGINE, [], [], left=part, more=number < len(parts)), seconds) is None:
+                return
+        await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
 
     async def wait(self) -> bool:
         """Wait for a report that is not read yet, for at most WAIT_SECONDS. Return whether there is one.
@@ -205,6 +212,21 @@ class SharedDeaths:
         self.is_away = False
         self._outage.over()
         return result
+
+
+def _divide(left: Sequence[OrphanedRequests]) -> list[list[OrphanedRequests]]:
+    """Divide requests into parts of at most MAX_NAMES names. The first part of an engine has all of its tenants."""
+    parts, room = [list[OrphanedRequests]()], MAX_NAMES
+    for each in left:
+        for start in range(0, max(1, len(each.suspects)), MAX_NAMES):
+            suspects = each.suspects[start : start + MAX_NAMES]
+            tenants = [*{suspect.tenant_id for suspect in suspects}] if start else each.tenants
+            if len(suspects) > room:
+                parts.append([])
+                room = MAX_NAMES
+            room -= len(suspects)
+            parts[-1].append(OrphanedRequests(each.engine, each.instance, tenants, suspects))
+    return parts
 
 
 def _number(entry_id: bytes) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from gateway.fleet import own_requests
@@ -14,7 +15,7 @@ from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import NO_ENGINE, OrphanedRequests, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import MAX_NAMES, NO_ENGINE, OrphanedRequests, Report, SharedDeaths, Suspect
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
@@ -141,6 +142,61 @@ async def test_a_connection_that_broke_long_before_is_no_death_of_what_a_process
         record.on_end = two.ended
         record.observe_state(EngineState(instance="next"), 0)
         assert len(tenants_at_deaths(two, "b")) == 1
+
+
+async def test_a_farewell_with_many_requests_is_sent_in_bounded_entries(any_redis: Any):
+    """A flood of one tenant made a message of megabytes, which had to reach Redis in a second for all tenants."""
+    leaving, other = (SharedDeaths(any_redis, "of the test") for _ in range(2))
+    names = [Suspect("request", "b" * 32, f"{number:064}") for number in range(2 * MAX_NAMES + 500)]
+    left = [OrphanedRequests(URLS[0], "i", ["a", "b" * 32], names), OrphanedRequests(URLS[1], "i", ["c"], [])]
+    await leaving.leave(100.0, left)
+    reports = [entry.report for entry in await other.read()]
+    assert [report.more for report in reports] == [True, True, False]
+    found = [each for report in reports for each in report.left]
+    assert [suspect for each in found for suspect in each.suspects] == names
+    assert [each.tenants for each in found] == [["a", "b" * 32], ["b" * 32], ["b" * 32], ["c"]]
+    assert all(len(msgspec.json.encode(report)) < 150_000 for report in reports)
+    assert other.processes == {other.process}
+
+
+async def test_every_request_of_a_long_farewell_is_taken_over(any_redis: Any):
+    processes, record, tenants = Processes(any_redis), engine(URLS[0]), ("b", "c", "d")
+    record.observe_state(EngineState(instance="i"), 0)
+    record.observed_at = 0.0
+    async with processes.one(on={URLS[0]: record}) as two:
+        two.take_over = (await registry_of(record)).take_over
+        async with processes.one() as one:
+            await one.read()
+            own = engine(URLS[0])
+            own.observe_state(EngineState(instance="i"), 0)
+            one.engines = lambda: (own,)
+            for tenant in tenants:
+                names = [Suspect("request", tenant, f"{number}") for number in range(MAX_NAMES)]
+                own.requests.take_over(OrphanedRequests(URLS[0], "i", [tenant], names), 0.0, is_reported=False)
+        for tenant in tenants:
+            await until(lambda tenant=tenant: asyncio.sleep(0, record.requests.has_left(tenant)))
+        found = {suspect for names in record.requests.report_left()[1] for suspect in names.result()}
+        assert len(found) == len(tenants) * MAX_NAMES
+
+
+async def test_a_process_has_ended_when_its_whole_farewell_is_read(any_redis: Any):
+    """Requests in a later part may be the cause, so no tenant may be blamed before."""
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(stands_still=True) as still:
+        for url in URLS:
+            processes.clock.now += 10.0
+            await processes.die(one, url, instance="i")
+        assert still._shared is not None
+        part = [OrphanedRequests("http://three:1", "i", ["b"], [])]
+        await still._shared.add(Report(NO_ENGINE, [], [], left=part, more=True), 100.0)
+        await one.read()
+        assert not is_quarantined(one)
+        await still._shared.leave(100.0)
+
+        async def is_known() -> bool:
+            return is_quarantined(one)
+
+        await until(is_known)
 
 
 async def test_a_farewell_that_takes_long_is_sent(tmp_path: Path, model_dir: Path, redis_url: str):
