@@ -223,6 +223,7 @@ async def measure(neighbour: Neighbour, watch: Watch, child: Child, order: Order
     finally:
         over.set()
         measured, seen = await asyncio.gather(measuring, observing)
+    outcome.notes += [f"this benchmark's own loop stalled: {stall.fields}" for stall in seen.own]
     return measured, seen, outcome
 
 

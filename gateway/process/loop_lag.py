@@ -14,8 +14,8 @@ from types import TracebackType
 from gateway.process.loop_stalls import EXPLAINED_SECONDS, Stall, Watchdog
 from gateway.process.thread_times import ThreadTimes
 
-# A stall begins up to a tick before the lag that shows it.
-TICK_SECONDS = 0.02
+# A stall may be longer than its lag by up to a tick. With 0.05, one of 130 ms would often seem shorter than 100.
+TICK_SECONDS = 0.03
 # A timer that is later than this is a stall; a shorter delay is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
 # Stalls older than this are dropped.

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 EXPLAINED_SECONDS = 0.1
 # Pause of the watchdog, and the delay of a tick from which it samples: each stall of EXPLAINED_SECONDS has a sample,
 # unless the watchdog was held too.
-PAUSE_SECONDS, SAMPLED_SECONDS = 0.05, 0.04
+PAUSE_SECONDS, SAMPLED_SECONDS = 0.07, 0.025
 # Samples of one stall, and the frames of each, from the innermost on.
 MAX_SAMPLES, MAX_FRAMES = 100, 12
 # A tenant that stalls the loop again and again must not fill the log.

@@ -1,0 +1,90 @@
+"""Stalls that `benchmarks.hostile` measures are those of the gateway, not those of its own process."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hostile.place import Place
+from benchmarks.hostile.watch import Seen, Watch
+from testing.ports import free_port
+
+SECONDS = 0.4
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Server:
+    """A server in a thread of its own. hold: seconds for which its next answer blocks the thread's loop."""
+
+    def __init__(self) -> None:
+        self.port, self.hold = free_port(), 0.0
+        self._loop = asyncio.new_event_loop()
+        self._ends, self._listens = asyncio.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._thread.start()
+        assert self._listens.wait(30)
+        try:
+            yield
+        finally:
+            self._loop.call_soon_threadsafe(self._ends.set)
+            self._thread.join()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._answer, "127.0.0.1", self.port)
+        self._listens.set()
+        await self._ends.wait()
+        server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                held, self.hold = self.hold, 0.0
+                time.sleep(held)  # noqa: ASYNC251 - a stall
+                writer.write(ANSWER)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+async def observed(server: Server, folder: Path, *, own: bool) -> Seen:
+    """Return what is seen during a stall of the server, or of the observer's own loop."""
+    log = folder / "gateway.log"
+    log.touch()
+    url = f"http://127.0.0.1:{server.port}"
+    watch = Watch(Place(url, "", "", os.getpid(), "redis://127.0.0.1:1", folder, folder, log))
+    over = asyncio.Event()
+    observing = asyncio.create_task(watch.observe(over))
+    await asyncio.sleep(0.3)
+    if own:
+        time.sleep(SECONDS)  # noqa: ASYNC251 - a stall
+    else:
+        server.hold = SECONDS
+    await asyncio.sleep(2 * SECONDS)
+    over.set()
+    seen = await observing
+    watch.close()
+    assert not seen.failures
+    return seen
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_a_stall_of_the_observer_is_none_of_the_gateway(tmp_path: Path):
+    server = Server()
+    with server.running():
+        assert (await observed(server, tmp_path, own=False)).stall > SECONDS - 0.1
+        deadline = time.monotonic() + 60
+        while True:
+            seen = await observed(server, tmp_path, own=True)
+            assert [stall for stall in seen.own if stall.held > SECONDS / 2]
+            # A busy machine may delay the server too.
+            if seen.stall < SECONDS / 2:
+                break
+            assert time.monotonic() < deadline
