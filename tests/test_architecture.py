@@ -360,12 +360,12 @@ def test_no_circles_of_files():
 
 
 def test_rooms_of_the_pages_stand_alone():
-    """Rooms of the pages share `frame` and `parts` and import no other room; the console is above all of them."""
+    """Rooms of the pages share `frame` and `widgets` and import no other room; the console is above all of them."""
     pages = ROOT / "gateway" / "pages"
     found = []
     for path in pages.rglob("*/*.py"):
         room = path.relative_to(pages).parts[0]
-        allowed = {"frame": ("frame",), "parts": ("frame", "parts")}.get(room, ("frame", "parts", room))
+        allowed = {"frame": ("frame",), "widgets": ("frame", "widgets")}.get(room, ("frame", "widgets", room))
         reached = {m.split(".")[2] for m in imports(path) if m.startswith("gateway.pages.")}
         found += [f"{path.relative_to(ROOT)}: {other}" for other in reached - set(allowed) if room != "console"]
     assert not found

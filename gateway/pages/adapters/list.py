@@ -9,9 +9,9 @@ from gateway.api.admin.adapters import read_filter, resident_on
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.states import TONES
-from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.states import TONES
+from gateway.pages.widgets.tables import ROWS, Column, Table, csv_response, read_table
 from gateway.process.page_threads import in_page_thread
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 from wire.digests import digest_name

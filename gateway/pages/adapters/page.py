@@ -14,10 +14,10 @@ from gateway.fleet.engine import AdapterTier
 from gateway.fleet.warming import Warming
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.periods import read_period, segments_of
-from gateway.pages.parts.states import TONES
-from gateway.pages.parts.tables import Column, csv_response
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.periods import read_period, segments_of
+from gateway.pages.widgets.states import TONES
+from gateway.pages.widgets.tables import Column, csv_response
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.adapters.aliases import Alias, Targets
 from gateway.records.adapters.catalog import Catalog

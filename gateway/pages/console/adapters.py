@@ -14,8 +14,8 @@ from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
 from gateway.pages.adapters.list import STATE_OPTIONS, idle_options
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.states import TONES
-from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
+from gateway.pages.widgets.states import TONES
+from gateway.pages.widgets.tables import ROWS, Column, csv_response, read_table
 from gateway.records.adapters.catalog import Adapter, Model
 from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter, Sort
 from gateway.records.bases.base import FIRST, Base

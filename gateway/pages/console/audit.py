@@ -10,8 +10,8 @@ from gateway.api.reports.audit import read_own_audit, seen_by_tenant
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.console.access import ConsolePages, needs
-from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, Entries, audit_csv, audit_row, audit_table
-from gateway.pages.parts.tables import ROWS
+from gateway.pages.widgets.audit_rows import COLUMNS, CSV_COLUMNS, Entries, audit_csv, audit_row, audit_table
+from gateway.pages.widgets.tables import ROWS
 from gateway.records.audit import AuditEntry
 from gateway.records.tenants.tenants import Tenant
 

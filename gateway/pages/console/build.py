@@ -14,7 +14,7 @@ from gateway.pages.console.playground import ConsolePlayground
 from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.examples import KeyExamples
+from gateway.pages.widgets.examples import KeyExamples
 from gateway.records.activity.activity import Activity
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.money.usage_ranking import UsageRanking

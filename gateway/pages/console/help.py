@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.examples import example_models, origin
+from gateway.pages.widgets.examples import example_models, origin
 from gateway.records.adapters.rows import READY
 
 # In the repository a symbolic link to docs/using-your-key.md, in a wheel a copy.

@@ -10,9 +10,9 @@ from gateway.access.auth import TenantPrincipal
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.examples import example_models, make_snippets, origin
-from gateway.pages.parts.forms import term_text
-from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
+from gateway.pages.widgets.examples import example_models, make_snippets, origin
+from gateway.pages.widgets.forms import term_text
+from gateway.pages.widgets.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.records.activity.activity import Activity, Scope

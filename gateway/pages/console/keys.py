@@ -13,10 +13,10 @@ from gateway.api.page_guard import FORM
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.edits import again_if_changed
-from gateway.pages.parts.examples import KeyExamples
-from gateway.pages.parts.form_checks import form_errors, is_confirmed
-from gateway.pages.parts.key_forms import (
+from gateway.pages.widgets.edits import again_if_changed
+from gateway.pages.widgets.examples import KeyExamples
+from gateway.pages.widgets.form_checks import form_errors, is_confirmed
+from gateway.pages.widgets.key_forms import (
     DONE,
     edit_key,
     key_form,
@@ -26,8 +26,8 @@ from gateway.pages.parts.key_forms import (
     revoke_form,
     rotate_form,
 )
-from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import read_page, read_table, send_csv
+from gateway.pages.widgets.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
+from gateway.pages.widgets.tables import read_page, read_table, send_csv
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
 from gateway.records.keys.list import Sort
 

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.api.scopes import PRINCIPAL
-from gateway.pages.parts.links import Links
+from gateway.pages.widgets.links import Links
 
 ADAPTER = "/console/adapters/{name}"
 KEYS, REQUESTS = "/console/keys", "/console/requests"

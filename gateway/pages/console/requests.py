@@ -7,10 +7,10 @@ from gateway.api.requests.log_filter import read_log_filter
 from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, needs
 from gateway.pages.console.links import ConsoleLinks
-from gateway.pages.parts.tables import Column
 from gateway.pages.requests import log as requests
 from gateway.pages.requests.export import FIELDS
 from gateway.pages.requests.log import RequestPages
+from gateway.pages.widgets.tables import Column
 from gateway.records.requests.log import LogEntry, LogFilter, LogPage, RequestLog
 
 # Filters and columns about the service; a tenant does not see them.

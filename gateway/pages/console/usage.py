@@ -13,8 +13,8 @@ from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.frame.frame import link
-from gateway.pages.parts import periods
-from gateway.pages.parts.periods import (
+from gateway.pages.widgets import periods
+from gateway.pages.widgets.periods import (
     LAST_MONTH,
     LENGTHS,
     MONTH,
@@ -24,7 +24,7 @@ from gateway.pages.parts.periods import (
     segments_of,
     whole,
 )
-from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
+from gateway.pages.widgets.tables import ROWS, Column, Table, fill, read_table
 from gateway.records.money.ranked_groups import Part
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsagePage, UsageSums

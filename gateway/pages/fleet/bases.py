@@ -15,10 +15,10 @@ from gateway.errors import RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.edits import again_if_changed, merge, shown_values
-from gateway.pages.parts.form_checks import form_errors, is_confirmed, read_form, typing_error
-from gateway.pages.parts.price_fields import read_price
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.pages.widgets.edits import again_if_changed, merge, shown_values
+from gateway.pages.widgets.form_checks import form_errors, is_confirmed, read_form, typing_error
+from gateway.pages.widgets.price_fields import read_price
+from gateway.pages.widgets.tables import Column, csv_response, fill, read_table
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState
 from gateway.records.money.prices import EVERYTHING, Price

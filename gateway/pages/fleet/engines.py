@@ -17,9 +17,9 @@ from gateway.fleet.history import History, Sample
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import EngineView, view_engine
-from gateway.pages.parts.charts import thin
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.pages.widgets.charts import thin
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.tables import Column, csv_response, fill, read_table
 from gateway.records.bases.registry import Bases
 from wire.responses import StepSecond
 

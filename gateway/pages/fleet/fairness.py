@@ -12,7 +12,7 @@ from gateway.errors import BadRequest
 from gateway.fleet.base_queues import BaseQueues
 from gateway.fleet.fairness import Fairness, TenantFairness
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.tables import ROWS, Column, csv_response, fill, read_second, read_table
+from gateway.pages.widgets.tables import ROWS, Column, csv_response, fill, read_second, read_table
 
 STATES = {"waiting": "Waits", "behind": "Waits, below its share"}
 

@@ -202,7 +202,7 @@ class Frame:
 
     def strip_html(self, *, is_tenants: bool) -> str:
         """Return the strip alone, for live updates. is_tenants: leave out addresses and reasons."""
-        template = self._environment.get_template("parts/strip.html")
+        template = self._environment.get_template("widgets/strip.html")
         return template.render(status=self._strip.read(), is_tenants=is_tenants, now=datetime.now(UTC))
 
     def confirm(

@@ -16,7 +16,7 @@ LISTED = re.compile(r"^(?:/admin/tenants/[^/]+|(/console))/(adapter|key)(?:s|-up
 
 
 class Entry(NamedTuple):
-    """Entry of the navigation. icon: a shape of `templates/parts/icons.html`. Entries without a route are not shown.
+    """Entry of the navigation. icon: a shape of `templates/widgets/icons.html`. Entries without a route are not shown.
 
     scope: needed by a tenant's session; "" for none.
     """

@@ -12,11 +12,11 @@ from gateway.api.scopes import ACTOR
 from gateway.components import Records
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.edits import Edit, again_if_changed, merge, shown_values
-from gateway.pages.parts.form_checks import form_errors, is_confirmed, read_form, typing_error
-from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
-from gateway.pages.parts.price_fields import AMOUNTS, read_price
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.pages.widgets.edits import Edit, again_if_changed, merge, shown_values
+from gateway.pages.widgets.form_checks import form_errors, is_confirmed, read_form, typing_error
+from gateway.pages.widgets.forms import NAMES, read_terms, term_groups, term_text, terms_text
+from gateway.pages.widgets.price_fields import AMOUNTS, read_price
+from gateway.pages.widgets.tables import Column, csv_response, fill, read_table
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price
 from gateway.records.tenants.plans import TenantPlan
 from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms

@@ -9,9 +9,9 @@ from gateway.api.scopes import ACTOR
 from gateway.components import Records
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.form_checks import form_errors, is_confirmed, typing_error
-from gateway.pages.parts.price_fields import read_price
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.pages.widgets.form_checks import form_errors, is_confirmed, typing_error
+from gateway.pages.widgets.price_fields import read_price
+from gateway.pages.widgets.tables import Column, csv_response, fill, read_table
 from gateway.records.money.prices import EVERYTHING
 
 PRICES = "/admin/prices"

@@ -8,9 +8,9 @@ from aiohttp import web
 from gateway.api.reports.usage_export import UsageExport, read_usage_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts import periods
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.periods import (
+from gateway.pages.widgets import periods
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.periods import (
     LENGTHS,
     MONTH,
     TITLES,
@@ -21,7 +21,7 @@ from gateway.pages.parts.periods import (
     segments_of,
     whole,
 )
-from gateway.pages.parts.tables import ROWS, Column, read_table
+from gateway.pages.widgets.tables import ROWS, Column, read_table
 from gateway.records.concurrent_reads import together
 from gateway.records.money.ranked_groups import (
     CURVES,

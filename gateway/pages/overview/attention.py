@@ -12,7 +12,7 @@ from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.strip import Level, Status, verb_of
-from gateway.pages.parts.limit_titles import limit_title
+from gateway.pages.widgets.limit_titles import limit_title
 from gateway.records.events.attention import Attention, Concerns
 
 # Lifetime of the cached records, which all viewers share.

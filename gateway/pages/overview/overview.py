@@ -15,8 +15,8 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.navigation import VIEWER
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import NeedList, Needs
-from gateway.pages.parts.charts import means
-from gateway.pages.parts.periods import read_period, segments_of
+from gateway.pages.widgets.charts import means
+from gateway.pages.widgets.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
 from gateway.records.concurrent_reads import together

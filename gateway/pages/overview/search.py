@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.api.admin.search import clean, is_request
 from gateway.api.page_guard import FORM
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.links import Links
+from gateway.pages.widgets.links import Links
 from gateway.records.search import Found, Search
 
 SEARCH = "/admin/search"

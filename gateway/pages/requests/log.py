@@ -14,11 +14,6 @@ from gateway.api.requests.fields import parse_text
 from gateway.api.requests.log_filter import FILTERS, read_log_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame, link
-from gateway.pages.parts.limit_titles import limit_title
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.periods import as_field
-from gateway.pages.parts.states import OUTCOMES, outcome
-from gateway.pages.parts.tables import ROWS, Column, Table
 from gateway.pages.requests.export import FIELDS, export_log
 from gateway.pages.requests.request_texts import (
     amount,
@@ -28,6 +23,11 @@ from gateway.pages.requests.request_texts import (
     settled_tokens,
     stages,
 )
+from gateway.pages.widgets.limit_titles import limit_title
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.periods import as_field
+from gateway.pages.widgets.states import OUTCOMES, outcome
+from gateway.pages.widgets.tables import ROWS, Column, Table
 from gateway.records.requests.log import LogEntry, LogFilter, LogPage, RequestLog
 
 QUERY = (*FILTERS, "id", "after", "live", "format")

@@ -2,8 +2,8 @@
 
 from datetime import UTC, datetime
 
-from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
+from gateway.pages.widgets.limit_titles import limit_title
 from gateway.records.requests.refusal_report import Cause
 from wire.error_codes import ENGINE_SHARE_USED
 

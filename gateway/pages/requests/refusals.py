@@ -8,12 +8,12 @@ from aiohttp import web
 from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts import periods
-from gateway.pages.parts.limit_titles import limit_title
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.periods import PagePeriod, as_field, read_period, segments_of
-from gateway.pages.parts.tables import Column, csv_response, fill, read_second, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
+from gateway.pages.widgets import periods
+from gateway.pages.widgets.limit_titles import limit_title
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.periods import PagePeriod, as_field, read_period, segments_of
+from gateway.pages.widgets.tables import Column, csv_response, fill, read_second, read_table
 from gateway.records.requests.refusal_report import (
     GROUPS,
     NEWEST,

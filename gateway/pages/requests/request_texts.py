@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from gateway.limits.kinds import KINDS
-from gateway.pages.parts.limit_titles import limit_title
+from gateway.pages.widgets.limit_titles import limit_title
 from gateway.records.requests.log import LogEntry
 from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_SHARE_USED, MODEL_NOT_FOUND, TENANT_SUSPENDED
 from wire.money import format_money

@@ -14,12 +14,12 @@ from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_f
 from gateway.errors import BadRequest, GatewayError
 from gateway.limits.kinds import BY_LETTER, PERIOD_BY_LETTER
 from gateway.pages.frame.frame import Frame, link
-from gateway.pages.parts.edits import SHOWN, again_if_changed, merge, shown_values
-from gateway.pages.parts.form_checks import form_errors, is_confirmed, typing_error
-from gateway.pages.parts.forms import term_text
-from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
-from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
+from gateway.pages.widgets.edits import SHOWN, again_if_changed, merge, shown_values
+from gateway.pages.widgets.form_checks import form_errors, is_confirmed, typing_error
+from gateway.pages.widgets.forms import term_text
+from gateway.pages.widgets.tables import ROWS, Column, Table, read_page, read_table, send_csv
+from gateway.pages.widgets.tabs import show_tab
 from gateway.records.events.events import EVENT_TYPES, Event, Events
 from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
 from gateway.records.events.webhooks import Webhook, shown_url

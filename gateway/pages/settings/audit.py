@@ -5,8 +5,8 @@ from aiohttp import web
 from gateway.api.admin.audit import read_audit
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.audit_rows import CSV_COLUMNS, audit_csv, audit_row, audit_table
-from gateway.pages.parts.tables import ROWS
+from gateway.pages.widgets.audit_rows import CSV_COLUMNS, audit_csv, audit_row, audit_table
+from gateway.pages.widgets.tables import ROWS
 from gateway.records.audit import Audit, AuditEntry
 
 QUERY = ("tenant", "actor", "action", "not_action", "since", "until", "after", "format")

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.alerts.messages import MONEY, title
 from gateway.api.reports.files import csv_parts, send_file
-from gateway.pages.parts.tables import Column
+from gateway.pages.widgets.tables import Column
 from gateway.records.events.events import Event, Events
 from wire.money import exact_money, format_money
 

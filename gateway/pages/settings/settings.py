@@ -11,11 +11,11 @@ from gateway.api.requests.fields import parse_text, read_number
 from gateway.api.scopes import ACTOR
 from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.form_checks import is_confirmed, typing_error
-from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
-from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_page, read_table, send_csv
-from gateway.pages.parts.tabs import show_tab
+from gateway.pages.widgets.form_checks import is_confirmed, typing_error
+from gateway.pages.widgets.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
+from gateway.pages.widgets.key_rows import KEY_COLUMNS, key_context
+from gateway.pages.widgets.tables import Column, Table, csv_response, fill, read_page, read_table, send_csv
+from gateway.pages.widgets.tabs import show_tab
 from gateway.records.keys.list import KeyFilter, KeyLists, Sort
 from gateway.records.keys.session_list import SessionFilter, SessionLists
 from gateway.records.keys.session_list import Sort as SessionSort

@@ -6,12 +6,12 @@ from gateway.api.key_manager import KeyManager
 from gateway.components import Records
 from gateway.fleet.fairness import Fairness
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.examples import KeyExamples
 from gateway.pages.tenants.forms import TenantForms
 from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
+from gateway.pages.widgets.examples import KeyExamples
 from gateway.quota.quota import Quota
 from gateway.records.activity.activity import Activity
 from gateway.settings import Settings

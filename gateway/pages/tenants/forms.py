@@ -13,9 +13,9 @@ from gateway.api.requests.named_models import check_names
 from gateway.api.scopes import ACTOR
 from gateway.components import Records
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.edits import again_if_changed, merge, shown_values
-from gateway.pages.parts.form_checks import form_errors, read_form
-from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
+from gateway.pages.widgets.edits import again_if_changed, merge, shown_values
+from gateway.pages.widgets.form_checks import form_errors, read_form
+from gateway.pages.widgets.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
 from gateway.records.tenants.tenants import TEXTS, Tenant
 from gateway.records.tenants.terms import FIELDS, NO_TERMS, Terms, given_terms, own_terms, resolve
 

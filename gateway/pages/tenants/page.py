@@ -13,18 +13,18 @@ from gateway.errors import Unavailable
 from gateway.limits.kinds import REQUEST_KINDS
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
-from gateway.pages.parts.audit_rows import audit_csv, audit_row, audit_table
-from gateway.pages.parts.forms import NAMES, TITLES, term_text
-from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
-from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
-from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
-from gateway.pages.parts.links import Links
-from gateway.pages.parts.states import TONES, outcome
-from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, fill, read_table
 from gateway.pages.tenants.forms import LIST
 from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.tenants import DONE, USE_HINT
+from gateway.pages.widgets.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
+from gateway.pages.widgets.audit_rows import audit_csv, audit_row, audit_table
+from gateway.pages.widgets.forms import NAMES, TITLES, term_text
+from gateway.pages.widgets.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
+from gateway.pages.widgets.key_rows import KEY_COLUMNS, key_context
+from gateway.pages.widgets.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
+from gateway.pages.widgets.links import Links
+from gateway.pages.widgets.states import TONES, outcome
+from gateway.pages.widgets.tables import ROWS, Column, Table, csv_response, fill, read_table
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
 from gateway.records.tenants.list import tightest_budget

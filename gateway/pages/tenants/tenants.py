@@ -14,10 +14,10 @@ from gateway.components import Records
 from gateway.errors import BadRequest, Conflict
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.form_checks import is_confirmed, typing_error
-from gateway.pages.parts.forms import terms_text
-from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST
+from gateway.pages.widgets.form_checks import is_confirmed, typing_error
+from gateway.pages.widgets.forms import terms_text
+from gateway.pages.widgets.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.records.tenants.bulk import BulkChange
 from gateway.records.tenants.list import Sort, TenantFilter, tightest_budget
 from gateway.records.tenants.tenants import Tenant

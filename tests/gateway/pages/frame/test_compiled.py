@@ -16,7 +16,7 @@ from gateway.pages.frame.assets import Assets
 from gateway.pages.frame.filters import filters
 from gateway.pages.frame.frame import Compiled, Frame
 
-NAME = "parts/strip.html"
+NAME = "widgets/strip.html"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import insert, select
 
 from gateway.pages.frame.frame import Compiled
-from gateway.pages.parts import tables
+from gateway.pages.widgets import tables
 from gateway.process.background import running
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, audit, tenants

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.frame.frame import link
-from gateway.pages.parts.forms import NO_LIMIT, TITLES, term_text, title_of
-from gateway.pages.parts.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
+from gateway.pages.widgets.forms import NO_LIMIT, TITLES, term_text, title_of
+from gateway.pages.widgets.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
 from gateway.records.audit import AuditEntry
 from wire.money import format_money
 

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gateway.limits.kinds import REQUEST_KINDS
-from gateway.pages.parts.forms import terms_text
-from gateway.pages.parts.tables import Column, Table
+from gateway.pages.widgets.forms import terms_text
+from gateway.pages.widgets.tables import Column, Table
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.list import key_state
 
@@ -37,7 +37,7 @@ TONES = {
 
 
 def key_context(table: Table) -> dict[str, Any]:
-    """Return the variables of `templates/parts/key_table.html`."""
+    """Return the variables of `templates/widgets/key_table.html`."""
     now = datetime.now(UTC)
     states = {key.id: TONES[key_state(key, now)] for key in table.rows}
     lives = {key.id for key in table.rows if key.valid(now)}

@@ -38,7 +38,7 @@ class Column(NamedTuple):
 
 @dataclass(slots=True)
 class Table:
-    """Rows of one page of a table, as `templates/parts/table.html` shows them.
+    """Rows of one page of a table, as `templates/widgets/table.html` shows them.
 
     sort: the column's key. total: number of all rows; None if unknown. has_more: whether rows follow although
     their number is unknown. page: number of the page, from 1. next_link, previous_link: URLs for tables whose pages are

@@ -15,9 +15,9 @@ from gateway.api.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.edits import Edit, merge, shown_values
-from gateway.pages.parts.form_checks import form_errors, typing_error
-from gateway.pages.parts.forms import LIMIT_NAMES, limit_fields, read_terms
+from gateway.pages.widgets.edits import Edit, merge, shown_values
+from gateway.pages.widgets.form_checks import form_errors, typing_error
+from gateway.pages.widgets.forms import LIMIT_NAMES, limit_fields, read_terms
 from gateway.records.keys.keys import ApiKey
 from gateway.records.tenants.limits import Limits
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from gateway.pages.parts.forms import read_money
+from gateway.pages.widgets.forms import read_money
 
 AMOUNTS = (("input", "Input"), ("output", "Output"), ("cached", "Cached"))
 

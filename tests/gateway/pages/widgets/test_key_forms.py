@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import Unavailable
-from gateway.pages.parts.examples import KeyExamples
+from gateway.pages.widgets.examples import KeyExamples
 from gateway.records.adapters.catalog import Catalog
 from testing.gateway.running import Answer, Gateway, change_database
 from tests.gateway.api.adapters.test_adapters import files, push
