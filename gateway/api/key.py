@@ -14,7 +14,7 @@ from gateway.errors import Unavailable
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import exact_money
 
 # Maximum concurrent reads, at most one per tenant, because a read may need sums of the ledger; and a tenant's pause
@@ -74,13 +74,13 @@ class OwnKey:
     def __init__(self, *, quota: Quota, currency: str) -> None:
         self._quota = quota
         self._currency = currency
-        self._reads = Turns(READS, rest=REST)
+        self._reads = ConcurrencyLimiter(READS, rest=REST)
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the key. While Redis or the ledger is unavailable, remaining amounts are null."""
         principal = request[PRINCIPAL]
         left: Sequence[Left | Limit]
-        async with self._reads.turn(principal.tenant.id):
+        async with self._reads.place(principal.tenant.id):
             try:
                 left = await self._quota.peek(principal)
             except Unavailable:

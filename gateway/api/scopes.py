@@ -11,7 +11,7 @@ from gateway.access.sessions import VISITOR
 from gateway.api.page_guard import PageGuard
 from gateway.records.keys.keys import KEY_ID
 from gateway.records.keys.watched import SESSION_ITSELF
-from gateway.sharing.rounds import Rounds
+from gateway.sharing.start_limiter import StartLimiter
 
 # Scope that a route requires. admin: an admin key. any: any key of a tenant. page: a browser's session, no key.
 Scope = Literal["inference", "adapters", "usage", "keys", "any", "admin", "page"]
@@ -37,21 +37,21 @@ def watched_by(request: web.Request) -> tuple[str, ...]:
 
 
 class Guards:
-    """Guards of routes. After authentication, requests of tenants continue in turn (`Rounds`), because a single look-up
-    of a key or session can release many requests at once.
+    """Guards of routes. After authentication, requests of tenants continue in turn (`StartLimiter`), because a single
+    look-up of a key or session can release many requests at once.
     """
 
     def __init__(self, auth: Authenticator, pages: PageGuard) -> None:
         self._auth = auth
         self._pages = pages
-        self._rounds = Rounds()
+        self._start_limiter = StartLimiter()
 
     def guarded(self, handler: Handler, scope: Scope, role: Role, beyond: str = "") -> Handler:
         """Return a handler that calls `handler` for callers with the scope and at least the role.
 
         role: counts on admin routes and pages. beyond: as in `check_role`. Raises InvalidKey, Forbidden or Unavailable.
         """
-        auth, pages, rounds = self._auth, self._pages, self._rounds
+        auth, pages, limiter = self._auth, self._pages, self._start_limiter
 
         async def for_admin(request: web.Request) -> web.StreamResponse:
             admin = await auth.admin(request.headers.get("Authorization"))
@@ -61,7 +61,7 @@ class Guards:
 
         async def for_tenant(request: web.Request) -> web.StreamResponse:
             principal = request[PRINCIPAL] = await auth.tenant(request.headers.get("Authorization"), scope)
-            await rounds.begin(principal.tenant.id)
+            await limiter.begin(principal.tenant.id)
             return await handler(request)
 
         async def for_visitor(request: web.Request) -> web.StreamResponse:
@@ -71,7 +71,7 @@ class Guards:
             request[ACTOR] = visitor.subject
             if visitor.principal is not None:
                 request[PRINCIPAL] = visitor.principal
-                await rounds.begin(visitor.principal.tenant.id)
+                await limiter.begin(visitor.principal.tenant.id)
             return await handler(request)
 
         return {"admin": for_admin, "page": for_visitor}.get(scope, for_tenant)

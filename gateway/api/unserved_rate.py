@@ -6,7 +6,7 @@ almost as much time of the event loop as a small answer. Requests that an engine
 client never waits. Requests for which there is no engine count too: no limit of the tenant does.
 
 A bucket of 100 requests is 120 ms of the event loop. So after the first ones, an owner's next request begins only some
-milliseconds after each of them: other requests then find most rounds of the event loop free.
+milliseconds after each of them: other requests then find most iterations of the event loop free.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from gateway.caller import CALLER, Caller, client_network
 from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
 from gateway.fleet.sleeping import BaseAsleep
 from gateway.metrics import Metrics
-from gateway.sharing.rounds import Rounds
+from gateway.sharing.start_limiter import StartLimiter
 from wire.bounded_dict import BoundedDict
 from wire.http_requests import has_bad_head
 
@@ -55,7 +55,7 @@ class UnservedRate:
         self._seconds_each = 1 / rate
         self._is_proved = is_proved
         self._metrics = metrics
-        self._rounds = Rounds()
+        self._start_limiter = StartLimiter()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
         # Key on record -> the owner of its tenant's bucket; an operator's key maps to itself. Added at the key's first
@@ -72,7 +72,7 @@ class UnservedRate:
             caller = CALLER.get()
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             if _is_probe(request):
-                await self._rounds.begin(f"probes of {client_network(caller.address)}")
+                await self._start_limiter.begin(f"probes of {client_network(caller.address)}")
                 return await handler(request)
             key = self._issued_key(request)
             owner, longest = self._owner(key, caller)
@@ -113,7 +113,7 @@ class UnservedRate:
         if caller.tenant_id is not None and owner == KEY_PREFIX + (caller.key_id or ""):
             self._take(f"tenant {caller.tenant_id}", cost / TENANT_RATE, longest)
         if rests and owed > FREE_SECONDS:
-            self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
+            self._start_limiter.rest(owner, min(REST_SECONDS, self._seconds_each))
 
     def _take(self, owner: str, cost: float, longest: float) -> float:
         """Take from an owner's bucket. Return the seconds until it is full again."""
@@ -123,7 +123,7 @@ class UnservedRate:
         return full - now
 
     async def _wait(self, owner: str) -> None:
-        """Wait while the bucket of the owner or of its tenant is empty, then for a round.
+        """Wait while the bucket of the owner or of its tenant is empty, then for an iteration of the event loop.
 
         The waits of one owner end at the same time.
         """
@@ -132,7 +132,7 @@ class UnservedRate:
         if wait > 0:
             self._metrics.delayed()
             await asyncio.sleep(wait)
-        await self._rounds.begin(owner)
+        await self._start_limiter.begin(owner)
 
     def _issued_key(self, request: web.Request) -> str:
         """Return the part of the request's secret that identifies it, empty if the secret may be a guess."""

@@ -14,7 +14,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.use import AdapterUses, Change, Use
 from gateway.records.tenants.tenants import Tenant, Tenants
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import exact_money
 
 # Maximum concurrent queries, at most one per tenant; and a tenant's pause after a query, as a factor of its duration.
@@ -60,7 +60,7 @@ class Prefetched(Struct, frozen=True, kw_only=True):
 
 
 class AdapterUseRoutes:
-    """Routes of use. currency: the costs' currency. reads: turns of the queries, which the adapter's page takes too."""
+    """Routes of use. currency: the costs' currency. reads: limiter of the queries, also of the adapter's page."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class AdapterUseRoutes:
         self._probes = probes
         self._warming = warming
         self._currency = currency
-        self.reads = Turns(READS, rest=REST)
+        self.reads = ConcurrencyLimiter(READS, rest=REST)
 
     async def use(self, request: web.Request) -> web.Response:
         """Return the keys, end users and versions of an adapter's requests of the last 24 h, and its changes."""
         caller, name = await find_caller(request, self._tenants), request.match_info["name"]
-        async with self.reads.turn(caller.tenant.id):
+        async with self.reads.place(caller.tenant.id):
             # Raises RecordNotFound for an unknown name.
             await self._catalog.versions.list(caller.tenant, name)
             found = await self._uses.of(caller.tenant, name)

@@ -26,7 +26,7 @@ from gateway.records.adapters.catalog import Catalog, Model
 from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.money.prices import PriceList
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from gateway.usage_row import shown_user
 from wire.headers import SESSION_HEADER
 
@@ -67,7 +67,7 @@ class Admission:
         self._fleet = fleet
         self._accounting = accounting
         self._metrics = metrics
-        self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
+        self._limiter = ConcurrencyLimiter(sys.maxsize, ADMISSIONS_EACH)
         self.forms = Forms()
 
     async def admit(
@@ -79,21 +79,21 @@ class Admission:
         tenant = principal.tenant
         share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
         raw = await read_shared(request, share)
-        async with AsyncExitStack() as turn:
-            await turn.enter_async_context(self._turns.turn(tenant.id))
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._limiter.place(tenant.id))
             parsed, model = await self._check(request, endpoint, principal, raw, share)
-            asked = await self._measure(parsed, raw, share, model, turn)
+            asked = await self._measure(parsed, raw, share, model, place)
             account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
         share.admitted()
         return asked, account
 
     async def _measure(
-        self, parsed: AnyRequest, raw: bytes, share: BodyShare, model: Model, turn: AsyncExitStack
+        self, parsed: AnyRequest, raw: bytes, share: BodyShare, model: Model, place: AsyncExitStack
     ) -> InferenceRequest:
-        """Return a body with its token counts. The turn is given back while an engine counts."""
+        """Return a body with its token counts. The place is given back while an engine counts."""
         base = self._catalog.bases.of_model(model.base)
         if not await self._prompts.counts_here(base):
-            await turn.aclose()
+            await place.aclose()
         count = await self._prompts.counter(parsed, raw, share, base)
         return await self._prompts.measure(parsed, raw, share, base, count)
 
@@ -117,11 +117,11 @@ class Admission:
         self, tenant: Tenant, raw: bytes, endpoint: Endpoint, share: BodyShare
     ) -> tuple[Model, InferenceRequest]:
         """Return the model and the checked form of a request that the gateway itself makes for a tenant."""
-        async with AsyncExitStack() as turn:
-            await turn.enter_async_context(self._turns.turn(tenant.id))
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._limiter.place(tenant.id))
             parsed = await self._prompts.parse(raw, endpoint, share)
             model = await resolve_model(self._catalog, tenant, parsed.model)
-            asked = await self._measure(parsed, raw, share, model, turn)
+            asked = await self._measure(parsed, raw, share, model, place)
         share.admitted()
         return model, asked
 

@@ -13,7 +13,7 @@ from gateway.errors import BadRequest
 from gateway.limits.kinds import KINDS
 from gateway.records.audit import Audit, AuditEntry
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import turns_of_reports
+from gateway.sharing.concurrency import report_limiter
 
 QUERY = ("action", "since", "until", "limit", "after")
 # Changes that a tenant may see, by the first word of the action.
@@ -38,12 +38,12 @@ class OwnAudit:
 
     def __init__(self, *, audit: Audit) -> None:
         self._audit = audit
-        self._reads = turns_of_reports()
+        self._reads = report_limiter()
 
     async def list(self, request: web.Request) -> web.Response:
         tenant = request[PRINCIPAL].tenant
         which, limit = read_own_audit(request.query, tenant), read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES)
-        async with self._reads.turn(tenant.id):
+        async with self._reads.place(tenant.id):
             entries, has_more = await self._audit.list(**which, limit=limit)
         shown = [seen_by_tenant(entry) for entry in entries]
         return json_response(OwnAuditPage(data=shown, next=entries[-1].id if has_more else None))

@@ -11,7 +11,7 @@ from gateway.api.requests.log_filter import read_log_filter
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import RecordNotFound
 from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, Step, steps
-from gateway.sharing.turns import turns_of_reports
+from gateway.sharing.concurrency import report_limiter
 
 DEFAULT_ENTRIES = 50
 # Fields that only operators see.
@@ -56,7 +56,7 @@ class RequestLogRoutes:
     def __init__(self, *, log: RequestLog, currency: str) -> None:
         self._log = log
         self._currency = currency
-        self._reads = turns_of_reports()
+        self._reads = report_limiter()
 
     async def list(self, request: web.Request) -> web.Response:
         """List requests of all tenants or of `?tenant=`, newest first."""
@@ -73,14 +73,14 @@ class RequestLogRoutes:
         principal = request[PRINCIPAL]
         own = {"tenant_id": principal.tenant.id, "models": principal.allowed_models}
         criteria = msgspec.structs.replace(read_log_filter(request), **own)
-        async with self._reads.turn(principal.tenant.id):
+        async with self._reads.place(principal.tenant.id):
             page = await self._page(request, criteria)
         data = [priced(OwnLoggedRequest, entry) for entry in page.entries]
         return json_response(OwnRequestPage(currency=self._currency, data=data, next=page.next))
 
     async def get_own(self, request: web.Request) -> web.Response:
         principal = request[PRINCIPAL]
-        async with self._reads.turn(principal.tenant.id):
+        async with self._reads.place(principal.tenant.id):
             entry = await self._log.find(request.match_info["id"], tenant_id=principal.tenant.id)
         if entry is not None and not principal.may_use(entry.model or ""):
             entry = None

@@ -10,7 +10,7 @@ from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
-from gateway.sharing.turns import turns_of_reports
+from gateway.sharing.concurrency import report_limiter
 from wire.money import exact_money
 
 MAX_GROUPS = 1000
@@ -44,13 +44,13 @@ class Usage:
     def __init__(self, *, report: UsageReport, currency: str) -> None:
         self._report = report
         self._currency = currency
-        self._reads = turns_of_reports()
+        self._reads = report_limiter()
 
     async def get(self, request: web.Request) -> web.Response:
         """Report on the models that the key may use."""
         principal = request[PRINCIPAL]
         tenant_id = principal.tenant.id
-        async with self._reads.turn(tenant_id):
+        async with self._reads.place(tenant_id):
             which = {"tenant_id": tenant_id, "models": principal.allowed_models}
             return await usage_answer(request, self._report, self._currency, **which)
 

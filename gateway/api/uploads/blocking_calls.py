@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from gateway.api.requests.memory import OPERATOR
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 # Concurrent calls of tenants and of the operator; a tenant has two of them.
 THREADS, OPERATORS_THREADS, EACH = 4, 2, 2
@@ -23,11 +23,12 @@ class BlockingCalls:
     def __init__(self, name: str) -> None:
         """name: that of the threads."""
         self._threads = ThreadPoolExecutor(THREADS + OPERATORS_THREADS, thread_name_prefix=name)
-        self._turns, self._operators = Turns(THREADS, EACH), Turns(OPERATORS_THREADS, OPERATORS_THREADS)
+        self._limiter = ConcurrencyLimiter(THREADS, EACH)
+        self._operators = ConcurrencyLimiter(OPERATORS_THREADS, OPERATORS_THREADS)
 
     async def run(self, owner: str, do: Callable[..., T], *arguments: object) -> T:
-        """Return `do(*arguments)`. Call it shielded from cancellation: otherwise the turn ends while the
+        """Return `do(*arguments)`. Call it shielded from cancellation: otherwise the place is free while the
         thread still runs."""
-        turns = self._operators if owner == OPERATOR else self._turns
-        async with turns.turn(owner):
+        limiter = self._operators if owner == OPERATOR else self._limiter
+        async with limiter.place(owner):
             return await asyncio.get_running_loop().run_in_executor(self._threads, do, *arguments)

@@ -25,7 +25,7 @@ from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, TooManyRefusedUploads, Unavailable
 from gateway.records.bases.base import Base
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 log = logging.getLogger(__name__)
 
@@ -80,8 +80,8 @@ class Checker:
         """served: returns the limits of a base model's engines, by its id."""
         self._max_bytes = max_bytes
         self._served = served
-        self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
-        self._operators = Turns(OPERATORS_CHECKS)
+        self._limiter, self._busy = ConcurrencyLimiter(TENANTS_CHECKS), ConcurrencyLimiter(BUSY_CHECKS)
+        self._operators = ConcurrencyLimiter(OPERATORS_CHECKS)
         # CPU time of all checks, and of those whose upload was refused.
         self._used, self._refused = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
         self._server = CheckServer()
@@ -96,12 +96,12 @@ class Checker:
         Raises TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time.
         """
         self.check_refused(owner)
-        turns = self._turns
+        limiter = self._limiter
         if owner == OPERATOR:
-            turns = self._operators
+            limiter = self._operators
         elif self._used.of(owner) > BUSY_SECONDS:
-            turns = self._busy
-        async with turns.turn(owner):
+            limiter = self._busy
+        async with limiter.place(owner):
             # Other uploads may have been refused while this one waited.
             self.check_refused(owner)
             return await place.run(self._run(place.folder, owner, candidates))

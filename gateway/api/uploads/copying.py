@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 # Concurrent copies of tenants and of the operator; a tenant has one of them.
 COPIES, OPERATORS_COPIES = 4, 1
@@ -24,7 +24,7 @@ class Copies:
     """Runner of blocking copies. Tenants take turns, and the operator waits for none of them."""
 
     def __init__(self) -> None:
-        self._turns, self._operators = Turns(COPIES), Turns(OPERATORS_COPIES)
+        self._limiter, self._operators = ConcurrencyLimiter(COPIES), ConcurrencyLimiter(OPERATORS_COPIES)
 
     async def run(self, place: Workplace, owner: str, copy: Callable[[threading.Event], T]) -> T:
         """Run `copy` in a thread, with an event that is set when the caller is cancelled.
@@ -34,15 +34,15 @@ class Copies:
         return await place.run(self._run(owner, copy))
 
     async def _run(self, owner: str, copy: Callable[[threading.Event], T]) -> T:
-        turns = self._operators if owner == OPERATOR else self._turns
-        async with turns.turn(owner):
+        limiter = self._operators if owner == OPERATOR else self._limiter
+        async with limiter.place(owner):
             stop = threading.Event()
             work = asyncio.get_running_loop().run_in_executor(_THREADS, copy, stop)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
                 stop.set()
-                # The owner's turn ends with the thread, so that cancelled copies do not use up the threads.
+                # The owner's place is free when the thread ends, so that cancelled copies do not use up the threads.
                 await asyncio.wait({work})
                 raise
 

@@ -20,7 +20,7 @@ from gateway.records.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.sweeps import Client, is_first
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Validation:
         self._prober = prober
         self._redis = redis
         self._mode = mode
-        self._turns = Turns(PROBES_AT_ONCE)
+        self._limiter = ConcurrencyLimiter(PROBES_AT_ONCE)
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
     def first_state(self, base: str) -> State:
@@ -120,7 +120,7 @@ class Validation:
         before, binding = None, await self._probes.binding(tenant, name, version)
         with suppress(RecordNotFound):
             before = (await self._probes.get(tenant, name, version)).probe
-        async with self._turns.turn(tenant.id):
+        async with self._limiter.place(tenant.id):
             try:
                 now = await self._prober.probe(tenant, found.digest, binding, engine)
             except NotProbed as error:
@@ -197,7 +197,7 @@ class Validation:
 
     async def _validate(self, tenant: Tenant, new: Adapter | Unprobed) -> None:
         name, version = new.name, new.version
-        async with self._turns.turn(tenant.id):
+        async with self._limiter.place(tenant.id):
             try:
                 base = self.catalog.bases.get(new.base)
                 binding = Binding.of(new.base, None if base is None else base.digest)

@@ -28,7 +28,7 @@ from gateway.records.adapters.uploads import Uploads
 from gateway.records.adapters.use import AdapterUses, Change
 from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenants
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 QUERY = ("tab", "version", "period", "done", "table", "format")
 TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))
@@ -89,7 +89,7 @@ class Reports:
 
 
 class AdapterPages:
-    """Page of an adapter, for operators and for its tenant. reads: turns of tenants' readers."""
+    """Page of an adapter, for operators and for its tenant. reads: limiter of tenants' readers."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class AdapterPages:
         uses: AdapterUses,
         activity: Activity,
         warming: Warming,
-        reads: Turns,
+        reads: ConcurrencyLimiter,
     ) -> None:
         self._frame = frame
         self._tenants = tenants
@@ -119,7 +119,7 @@ class AdapterPages:
         if tab not in dict(TABS):
             raise BadRequest(f"tab: expected one of {', '.join(dict(TABS))}.", param="tab")
         # A tenant's reader waits for the tenant's others, an operator for nobody.
-        async with nullcontext() if adapter.is_operators else self._reads.turn(adapter.tenant.id):
+        async with nullcontext() if adapter.is_operators else self._reads.place(adapter.tenant.id):
             return await self._show(request, adapter, tab)
 
     async def _show(self, request: web.Request, adapter: PageAdapter, tab: str) -> web.Response:

@@ -1,4 +1,4 @@
-"""Base of the console's pages: the scope that each handler requires, and turns for tenants' reads of the database."""
+"""Base of the console's pages: the scope that each handler requires, and the limiter of tenants' database reads."""
 
 import functools
 from collections.abc import Callable, Coroutine
@@ -14,7 +14,7 @@ from gateway.errors import Forbidden
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.bases.registry import Bases
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 HOME = "/console/"
 # Maximum concurrent reads, at most one per tenant; and a tenant's pause after a read, as a factor of its duration.
@@ -33,7 +33,7 @@ class Console:
     quota: Quota
     currency: str
     bases: Bases
-    reads: Turns = field(default_factory=lambda: Turns(READS, rest=REST))
+    reads: ConcurrencyLimiter = field(default_factory=lambda: ConcurrencyLimiter(READS, rest=REST))
 
     @property
     def base_names(self) -> list[str]:

@@ -69,7 +69,7 @@ class ConsoleAdapters(ConsolePages):
             own = {"tenant": None, "tenant_id": principal.tenant.id, "names": principal.allowed_models}
             criteria = msgspec.structs.replace(read_filter(request), **own)
             page, limit = (1, MAX_PAGE) if is_csv else (table.page, ROWS)
-            async with self.console.reads.turn(principal.tenant.id):
+            async with self.console.reads.place(principal.tenant.id):
                 found = await self.console.records.adapter_list.page(
                     criteria, sort=cast(Sort, table.sort), descending=table.descending, page=page, limit=limit
                 )

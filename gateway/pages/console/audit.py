@@ -42,6 +42,6 @@ class ConsoleAudit(ConsolePages):
         )
 
     async def _read(self, tenant: Tenant, which: dict[str, Any], **part: Any) -> Entries:
-        async with self.console.reads.turn(tenant.id):
+        async with self.console.reads.place(tenant.id):
             entries, has_more = await self.console.records.audit.list(**which | part)
         return [seen_by_tenant(entry) for entry in entries], has_more

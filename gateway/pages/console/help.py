@@ -34,7 +34,7 @@ class ConsoleHelp(ConsolePages):
     @needs("any")
     async def show(self, request: web.Request) -> web.StreamResponse:
         principal = request[PRINCIPAL]
-        async with self.console.reads.turn(principal.tenant.id):
+        async with self.console.reads.place(principal.tenant.id):
             adapters = await self.console.records.catalog.list(principal.tenant)
         names = [each.name for each in adapters if each.state == READY and principal.may_use(each.name)]
         return self.console.frame.render(

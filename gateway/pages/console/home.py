@@ -50,7 +50,7 @@ class ConsoleHome(ConsolePages):
     async def show(self, request: web.Request) -> web.StreamResponse:
         principal, records = request[PRINCIPAL], self.console.records
         tenant = principal.tenant
-        async with self.console.reads.turn(tenant.id):
+        async with self.console.reads.place(tenant.id):
             limits, is_away = await self._limits(principal)
             context: dict[str, Any] = {"month": None, "today": None, "charts": []}
             if "usage" in principal.scopes:

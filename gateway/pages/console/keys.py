@@ -50,7 +50,7 @@ class ConsoleKeys(ConsolePages):
         table = read_table(request, "keys", [each for each in KEY_COLUMNS if each.key != "tenant"], "-created_at")
 
         async def read(limit: int, offset: int) -> tuple[Sequence[ApiKey], int]:
-            async with self.console.reads.turn(tenant.id):
+            async with self.console.reads.place(tenant.id):
                 return await self.console.records.key_lists.page(
                     criteria, sort=cast(Sort, table.sort), descending=table.descending, limit=limit, offset=offset
                 )

@@ -21,7 +21,7 @@ class ConsolePlayground(ConsolePages):
     @needs("inference")
     async def show(self, request: web.Request) -> web.StreamResponse:
         principal = request[PRINCIPAL]
-        async with self.console.reads.turn(principal.tenant.id):
+        async with self.console.reads.place(principal.tenant.id):
             found = await self.console.records.adapter_list.models(principal.tenant.id)
         # A key's allowed names include their versions and aliases.
         usable = [each for each in found if principal.may_use(re.split("[@:]", each.id)[0])]

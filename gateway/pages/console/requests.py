@@ -51,13 +51,13 @@ class ConsoleRequests(RequestPages):
 
     async def page(self, request: web.Request, criteria: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
         own = msgspec.structs.replace(criteria, tenant_id=request[PRINCIPAL].tenant.id)
-        async with self.console.reads.turn(own.tenant_id or ""):
+        async with self.console.reads.place(own.tenant_id or ""):
             page = await self._log.page(own, after=after, limit=limit)
         return msgspec.structs.replace(page, entries=[_shown(entry) for entry in page.entries])
 
     async def find(self, request: web.Request, request_or_answer_id: str) -> LogEntry | None:
         principal = request[PRINCIPAL]
-        async with self.console.reads.turn(principal.tenant.id):
+        async with self.console.reads.place(principal.tenant.id):
             entry = await self._log.find(request_or_answer_id, tenant_id=principal.tenant.id)
         return None if entry is None or not principal.may_use(entry.model or "") else _shown(entry)
 

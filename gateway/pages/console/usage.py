@@ -29,7 +29,7 @@ from gateway.records.money.ranked_groups import Part
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsagePage, UsageSums
 from gateway.records.money.usage_rows import UsageFilter
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY[:3], "by", "sort", "page", "format")
@@ -67,7 +67,7 @@ class ConsoleUsage(ConsolePages):
     def __init__(self, console: Console, ranking: UsageRanking) -> None:
         super().__init__(console)
         self._ranking = ranking
-        self._files = Turns(FILES)
+        self._files = ConcurrencyLimiter(FILES)
 
     @needs("usage")
     async def show(self, request: web.Request) -> web.StreamResponse:
@@ -114,7 +114,7 @@ class ConsoleUsage(ConsolePages):
         table = read_table(request, "usage", columns, by if by in TIMES else "-cost")
         table.csv, table.formats = False, tuple(FORMATS)
         own = () if by == "end_user" else (by,)
-        async with self.console.reads.turn(principal.tenant.id):
+        async with self.console.reads.place(principal.tenant.id):
             found = await self._page(principal, own, span)
             steps = found if by == step else await self._page(principal, (step,), span)
             before = await self._page(principal, own if by in COMPARED else (), earlier)
@@ -166,8 +166,8 @@ class ConsoleUsage(ConsolePages):
         Raises BadRequest.
         """
         form = read_format(request)
-        async with self._files.turn(principal.tenant.id):
-            async with self.console.reads.turn(principal.tenant.id):
+        async with self._files.place(principal.tenant.id):
+            async with self.console.reads.place(principal.tenant.id):
                 found = await self._page(principal, (by,), span, MAX_FILE_ROWS)
             if found.next is not None:
                 raise BadRequest(f"until: expected a period with at most {MAX_FILE_ROWS:,} rows.", param="until")

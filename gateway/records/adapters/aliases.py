@@ -23,7 +23,7 @@ from gateway.records.database import Database
 from gateway.records.matching import check_match
 from gateway.records.tables import adapter_alias_targets, adapter_aliases, adapters
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name
 
 # Limits: versions of an alias, weight of each, earlier states on record, aliases of an adapter besides `latest`.
@@ -68,7 +68,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Aliases:
-    """Changes and listings of aliases. reads: turns of the tenants' listings. changed: called after each change, with
+    """Changes and listings of aliases. reads: limiter of the tenants' listings. changed: called after each change, with
     whether there was an alias before.
 
     if_match: the ETag of the state that a call replaces, "*" for any. Without it `move` only creates an alias.
@@ -76,7 +76,9 @@ class Aliases:
     Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired, NoEarlierState, AdapterInUse.
     """
 
-    def __init__(self, database: Database, reads: Turns, changed: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self, database: Database, reads: ConcurrencyLimiter, changed: Callable[[bool], Awaitable[None]]
+    ) -> None:
         self._database = database
         self._reads = reads
         self._changed = changed
@@ -86,7 +88,7 @@ class Aliases:
         check_possible(name)
         owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
         table, targets = adapter_aliases, adapter_alias_targets
-        async with self._reads.turn(tenant.id), self._database.read() as connection:
+        async with self._reads.place(tenant.id), self._database.read() as connection:
             own = (await connection.execute(select(adapters).where(owned))).one_or_none()
             if own is None:
                 raise unknown_name(name)

@@ -33,7 +33,7 @@ from gateway.records.lookups import Lookups
 from gateway.records.tables import adapter_versions, adapters, audit, removed_versions
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.digests import digest_name
 from wire.mixtures import Mixture
 from wire.model_names import ADAPTER_NAME, Reference, parse_reference
@@ -160,7 +160,7 @@ class Catalog:
         # By tenant's id and reference.
         self._known: TenantCache[Reference, _Known] = TenantCache(CACHE_ENTRIES, TENANTS_ENTRIES)
         self._lookups = Lookups(self._look_up)
-        self._reads = Turns(READS)
+        self._reads = ConcurrencyLimiter(READS)
         self.versions = Versions(database, self._reads, self._changed)
         self.aliases = Aliases(database, self._reads, self._changed)
         self.mixtures = SavedMixtures(database, bases, self._changes, self._reads, self._changed)
@@ -304,13 +304,13 @@ class Catalog:
         return found
 
     async def list(self, tenant: Tenant) -> list[Adapter]:
-        async with self._reads.turn(tenant.id), self._database.read() as connection:
+        async with self._reads.place(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(_current(tenant.id).order_by(adapters.c.name))).all()
         return [_adapter(read_version(row)) for row in rows]
 
     async def get(self, tenant: Tenant, name: str) -> Adapter:
         check_possible(name)
-        async with self._reads.turn(tenant.id), self._database.read() as connection:
+        async with self._reads.place(tenant.id), self._database.read() as connection:
             row = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one_or_none()
         if row is None:
             raise unknown_name(name)

@@ -24,7 +24,7 @@ from gateway.records.matching import check_match
 from gateway.records.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.mixtures import is_mixture, parse_terms
 from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
 
@@ -64,7 +64,7 @@ class _Known(msgspec.Struct, frozen=True):
 class SavedMixtures:
     """Changes, listings and look-ups of saved mixtures.
 
-    reads: turns of the tenants' listings. changed: called after each change, with whether the
+    reads: limiter of the tenants' listings. changed: called after each change, with whether the
     name had a meaning before. if_match: see `check_match`.
 
     Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired.
@@ -75,7 +75,7 @@ class SavedMixtures:
         database: Database,
         bases: Bases,
         changes: Changes,
-        reads: Turns,
+        reads: ConcurrencyLimiter,
         changed: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._database = database
@@ -119,11 +119,11 @@ class SavedMixtures:
 
     async def list(self, tenant: Tenant) -> list[SavedMixture]:
         """Return the tenant's saved mixtures by name."""
-        async with self._reads.turn(tenant.id), self._database.read() as connection:
+        async with self._reads.place(tenant.id), self._database.read() as connection:
             return await _all(connection, tenant.id)
 
     async def get(self, tenant: Tenant, name: str) -> SavedMixture:
-        async with self._reads.turn(tenant.id):
+        async with self._reads.place(tenant.id):
             found = await self.find(tenant, name)
         if found is None:
             raise _unknown_mixture(name)

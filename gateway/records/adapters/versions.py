@@ -46,7 +46,7 @@ from gateway.records.database import Database
 from gateway.records.events.events import record_event
 from gateway.records.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.model_names import Reference, version_name
 
 # Limits: a tenant's refused uploads on record, and deleted versions in a listing.
@@ -66,13 +66,13 @@ Changed = Callable[[bool], Awaitable[None]]
 class Versions:
     """Changes and listings of versions.
 
-    reads: turns of the tenants' listings. changed: called after each change of a name's meaning, with whether the name
-    had one before.
+    reads: limiter of the tenants' listings. changed: called after each change of a name's meaning, with whether the
+    name had one before.
 
     Raises RecordNotFound, AdapterInUse, BadRequest, AdapterLimitExceeded.
     """
 
-    def __init__(self, database: Database, reads: Turns, changed: Changed) -> None:
+    def __init__(self, database: Database, reads: ConcurrencyLimiter, changed: Changed) -> None:
         self._database = database
         self._reads = reads
         self._changed = changed
@@ -192,7 +192,7 @@ class Versions:
 
     async def list(self, tenant: Tenant, name: str) -> list[Version]:
         """Return the versions of a name, by number, with its last deleted ones."""
-        async with self._reads.turn(tenant.id), self._database.read() as connection:
+        async with self._reads.place(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(select_versions(tenant.id, name))).all()
             if not rows:
                 raise unknown_name(name)

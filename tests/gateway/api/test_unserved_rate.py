@@ -16,7 +16,7 @@ from gateway.api import unserved_rate
 from gateway.caller import CALLER, Caller
 from gateway.metrics import Metrics
 from gateway.records.adapters.uploads import Uploads
-from gateway.sharing import rounds
+from gateway.sharing import start_limiter
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -127,7 +127,7 @@ async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyon
 ):
     monkeypatch.setattr(unserved_rate, "ADDRESS_SECONDS", 1.0)
     # Rests of requests that had not begun would show.
-    monkeypatch.setattr(rounds, "MAX_REST_SECONDS", 600.0)
+    monkeypatch.setattr(start_limiter, "MAX_REST_SECONDS", 600.0)
     call = refused_calls(20.0)
     tasks = [asyncio.create_task(call()) for _ in range(3000)]
     await asyncio.sleep(0)
@@ -141,7 +141,7 @@ async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyon
 
 async def test_a_rest_is_not_longer_than_the_rate_requires(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(unserved_rate, "REST_SECONDS", 25.0)
-    monkeypatch.setattr(rounds, "MAX_REST_SECONDS", 600.0)
+    monkeypatch.setattr(start_limiter, "MAX_REST_SECONDS", 600.0)
     monkeypatch.setattr(unserved_rate, "FREE_SECONDS", 0.0)
     call = refused_calls(100.0)
     began = time.monotonic()

@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_returns_the_memory_that_it_has_just_got():
     leaving, other = [asyncio.create_task(answers.of(owner).reserve(size)) for owner in "cd"]
     await asyncio.sleep(0)
     answers.deliveries.hold(held[0], 0)
-    # The memory is given in the next round of the event loop, in which its receiver is cancelled.
+    # The memory is given in the next iteration of the event loop, in which its receiver is cancelled.
     asyncio.get_running_loop().call_soon(leaving.cancel)
     await asyncio.wait({leaving})
     assert leaving.cancelled()

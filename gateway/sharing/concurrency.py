@@ -1,4 +1,4 @@
-"""Places that owners take in turn, so that no owner holds all of them."""
+"""Limit of the work that runs at the same time. Owners get its places in turn, so that no owner holds all of them."""
 
 import asyncio
 import time
@@ -6,17 +6,17 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-# Maximum rest, so that a turn that was slow for another reason does not delay its owner for long.
+# Maximum rest, so that work that was slow for another reason does not delay its owner for long.
 MAX_REST_SECONDS = 5.0
 # Tenants' concurrent reports, and a tenant's rest after one.
 REPORTS, REPORT_REST = 4, 3.0
 
 
-class Turns:
+class ConcurrencyLimiter:
     """Places that are given to owners in turn. An owner holds at most `each` places at once.
 
-    rest: after a turn, its place is free for other owners at once, but for the same owner only after `rest` times the
-    turn's length, at most MAX_REST_SECONDS.
+    rest: a returned place is free for other owners at once, but for the same owner only after `rest` times as
+    long as it was held, at most MAX_REST_SECONDS.
     """
 
     def __init__(self, places: int, each: int = 1, rest: float = 0.0) -> None:
@@ -27,7 +27,7 @@ class Turns:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @asynccontextmanager
-    async def turn(self, owner: str) -> AsyncIterator[None]:
+    async def place(self, owner: str) -> AsyncIterator[None]:
         """Hold a place while the block runs."""
         if not self._free or owner in self._waiting or self._held[owner] >= self._each:
             await self._wait(owner)
@@ -93,9 +93,9 @@ class Turns:
             self._waiting.pop(owner, None)
 
 
-def turns_of_reports() -> Turns:
-    """Return places for tenants' reports, of which a tenant holds one, so that database connections stay free.
+def report_limiter() -> ConcurrencyLimiter:
+    """Return the limiter of tenants' reports: a tenant holds one place, so that database connections stay free.
 
     After a report its tenant rests for three times the report's duration, so a tenant uses at most a quarter of a core.
     """
-    return Turns(REPORTS, rest=REPORT_REST)
+    return ConcurrencyLimiter(REPORTS, rest=REPORT_REST)

@@ -1,4 +1,4 @@
-"""Bursts of requests begin over several rounds of the event loop, and owners take turns."""
+"""Bursts of requests begin over several iterations of the event loop, and owners take turns."""
 
 import asyncio
 import itertools
@@ -12,16 +12,16 @@ import uvloop
 from gateway.api import health
 from gateway.api.inference.admission import Admission
 from gateway.pages.console import access
-from gateway.sharing import rounds as rounds_module
-from gateway.sharing.rounds import MAX_REST_SECONDS, Rounds
+from gateway.sharing import start_limiter
+from gateway.sharing.start_limiter import MAX_REST_SECONDS, StartLimiter
 from testing.gateway.upstream import Upstream
 
 
 async def test_a_burst_leaves_rounds_to_others():
-    rounds, begun, seen = Rounds(each=4), [], []
+    limiter, begun, seen = StartLimiter(each=4), [], []
 
     async def one(owner: str) -> None:
-        await rounds.begin(owner)
+        await limiter.begin(owner)
         begun.append(owner)
 
     burst = [asyncio.ensure_future(one("noisy")) for _ in range(100)]
@@ -37,45 +37,45 @@ async def test_a_burst_leaves_rounds_to_others():
 
 
 async def test_an_owner_with_a_burst_gets_its_part_of_a_round_only():
-    rounds, begun = Rounds(each=4), []
+    limiter, begun = StartLimiter(each=4), []
 
     async def one(owner: str) -> None:
-        await rounds.begin(owner)
+        await limiter.begin(owner)
         begun.append(owner)
 
     tasks = [asyncio.ensure_future(one("noisy")) for _ in range(30)]
     tasks += [asyncio.ensure_future(one(f"quiet-{i}")) for i in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    # Each round has room for the quiet ones, however many requests arrived before theirs.
+    # Each iteration has room for the quiet ones, however many requests arrived before theirs.
     assert Counter(begun).items() >= {"quiet-0": 1, "quiet-1": 1, "quiet-2": 1}.items()
     await asyncio.gather(*tasks)
     assert len(begun) == 33
 
 
 async def test_requests_of_a_resting_owner_begin_after_its_rests_and_others_do_not_wait():
-    rounds, loop = Rounds(), asyncio.get_running_loop()
+    limiter, loop = StartLimiter(), asyncio.get_running_loop()
     started = loop.time()
-    rounds.rest("noisy", 0.05)
-    rounds.rest("noisy", 0.05)
-    noisy = asyncio.ensure_future(rounds.begin("noisy"))
-    await rounds.begin("quiet")
+    limiter.rest("noisy", 0.05)
+    limiter.rest("noisy", 0.05)
+    noisy = asyncio.ensure_future(limiter.begin("noisy"))
+    await limiter.begin("quiet")
     assert not noisy.done()
     await noisy
     assert loop.time() - started >= 0.1
     # The rests are over, and nothing is left of them.
-    await asyncio.wait_for(rounds.begin("noisy"), 10)
+    await asyncio.wait_for(limiter.begin("noisy"), 10)
 
 
 def test_a_short_rest_lasts_at_least_a_turn_of_the_clock():
     """A rest below a millisecond was none."""
 
     async def test() -> None:
-        rounds, loop = Rounds(), asyncio.get_running_loop()
+        limiter, loop = StartLimiter(), asyncio.get_running_loop()
         for _ in range(20):
             started = loop.time()
-            rounds.rest("noisy", 0.0005)
-            await asyncio.wait_for(rounds.begin("noisy"), 10)
+            limiter.rest("noisy", 0.0005)
+            await asyncio.wait_for(limiter.begin("noisy"), 10)
             assert loop.time() - started >= 0.0005
 
     with asyncio.Runner() as runner:
@@ -83,53 +83,53 @@ def test_a_short_rest_lasts_at_least_a_turn_of_the_clock():
 
 
 async def test_rests_have_a_limit_however_many_they_are():
-    rounds = Rounds()
+    limiter = StartLimiter()
     for _ in range(100_000):
-        rounds.rest("noisy", 0.005)
+        limiter.rest("noisy", 0.005)
     # Without a limit, the rests would last 500 s.
-    await asyncio.wait_for(rounds.begin("noisy"), MAX_REST_SECONDS + 60)
+    await asyncio.wait_for(limiter.begin("noisy"), MAX_REST_SECONDS + 60)
 
 
 async def test_requests_that_leave_during_a_rest_are_removed_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rounds_module, "MAX_REST_SECONDS", 3600.0)
-    rounds = Rounds()
-    rounds.rest("noisy", 3600.0)
-    tasks = [asyncio.ensure_future(rounds.begin("noisy")) for _ in range(100)]
+    monkeypatch.setattr(start_limiter, "MAX_REST_SECONDS", 3600.0)
+    limiter = StartLimiter()
+    limiter.rest("noisy", 3600.0)
+    tasks = [asyncio.ensure_future(limiter.begin("noisy")) for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[:99]:
         task.cancel()
     await asyncio.gather(*tasks[:99], return_exceptions=True)
-    assert [len(queue) for queue in rounds._waiting.values()] == [1]
+    assert [len(queue) for queue in limiter._waiting.values()] == [1]
     tasks[99].cancel()
     await asyncio.gather(tasks[99], return_exceptions=True)
-    assert not rounds._waiting
+    assert not limiter._waiting
 
 
 async def test_those_who_leave_hold_nobody_up():
-    rounds = Rounds(each=2)
-    tasks = [asyncio.ensure_future(rounds.begin(f"owner-{i % 3}")) for i in range(50)]
+    limiter = StartLimiter(each=2)
+    tasks = [asyncio.ensure_future(limiter.begin(f"owner-{i % 3}")) for i in range(50)]
     await asyncio.sleep(0)
     for task in tasks[10:40]:
         task.cancel()
     done = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
     assert sum(result is None for result in done) >= 20
-    await asyncio.wait_for(rounds.begin("another"), 10)
+    await asyncio.wait_for(limiter.begin("another"), 10)
 
 
 async def test_a_request_that_comes_in_the_round_of_a_released_one_waits():
-    rounds = Rounds()
+    limiter = StartLimiter()
 
     async def released() -> None:
-        await rounds.begin("owner")
-        further = rounds.begin("owner")
+        await limiter.begin("owner")
+        further = limiter.begin("owner")
         assert isinstance(further.send(None), asyncio.Future)
         further.close()
 
-    await asyncio.gather(rounds.begin("owner"), released())
+    await asyncio.gather(limiter.begin("owner"), released())
 
 
 class Turns:
-    """Numbers of calls in each turn of the event loop, from `begin` to `end`."""
+    """Numbers of calls in each iteration of the event loop, from `begin` to `end`."""
 
     def __init__(self) -> None:
         self.calls = Counter[int]()
@@ -161,7 +161,7 @@ class Turns:
 
 
 @pytest.mark.parametrize("waits_for", ["the key's look-up", "the end of the delay"])
-async def test_requests_that_wait_for_one_event_continue_over_several_rounds(
+async def test_requests_that_wait_for_one_event_continue_over_several_iterations(
     waits_for: str, serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     turns = Turns()
@@ -175,7 +175,7 @@ async def test_requests_that_wait_for_one_event_continue_over_several_rounds(
         assert turns.end() == [100, 1]
 
 
-async def test_pages_that_wait_for_the_look_up_of_their_session_continue_over_several_rounds(
+async def test_pages_that_wait_for_the_look_up_of_their_session_continue_over_several_iterations(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ):
     turns = Turns()
@@ -188,7 +188,7 @@ async def test_pages_that_wait_for_the_look_up_of_their_session_continue_over_se
             assert turns.end() == [100, 1]
 
 
-async def test_probes_of_an_address_begin_one_in_each_round(serve: Any, monkeypatch: pytest.MonkeyPatch):
+async def test_probes_of_an_address_begin_one_in_each_iteration(serve: Any, monkeypatch: pytest.MonkeyPatch):
     """They have no rate, and anybody may send them."""
     turns = Turns()
     monkeypatch.setattr(health, "json_response", turns.counted(health.json_response))
@@ -200,21 +200,21 @@ async def test_probes_of_an_address_begin_one_in_each_round(serve: Any, monkeypa
 
 
 def test_a_rest_has_few_timers_with_a_clock_of_milliseconds(monkeypatch: pytest.MonkeyPatch):
-    """A timer for the last fraction of a millisecond would fire in each turn of the event loop."""
-    ends, end_rest = list[float](), Rounds._end_rest
+    """A timer for the last fraction of a millisecond would fire in each iteration of the event loop."""
+    ends, end_rest = list[float](), StartLimiter._end_rest
 
-    def counted(rounds: Rounds, owner: str) -> None:
+    def counted(limiter: StartLimiter, owner: str) -> None:
         ends.append(asyncio.get_running_loop().time())
-        end_rest(rounds, owner)
+        end_rest(limiter, owner)
 
-    monkeypatch.setattr(Rounds, "_end_rest", counted)
+    monkeypatch.setattr(StartLimiter, "_end_rest", counted)
 
     async def test() -> None:
-        rounds = Rounds()
+        limiter = StartLimiter()
         for _ in range(20):
-            rounds.rest("noisy", 0.005)
+            limiter.rest("noisy", 0.005)
             async with asyncio.timeout(10):
-                await rounds.begin("noisy")
+                await limiter.begin("noisy")
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test())

@@ -1,30 +1,30 @@
-"""Limit of the requests that begin in one round of the event loop; owners take turns, and one request of each begins.
+"""Limit of the requests that begin in one iteration of the event loop; owners take turns, each with one request.
 
-Without it, 500 requests that arrive at once take their first steps in one round, and nothing else runs for 100 ms. The
-same holds wherever many requests wait for one event: the look-up of their key, or the end of their tenant's delay.
+Without it, 500 requests that arrive at once take their first steps in one iteration, and nothing else runs for 100 ms.
+The same holds wherever many requests wait for one event: the look-up of their key, or the end of their tenant's delay.
 
-A request of another client needs about a dozen rounds between its arrival and its answer, so each millisecond that one
-owner takes of every round delays it by a dozen.
+A request of another client needs about a dozen iterations between its arrival and its answer, so each millisecond that
+one owner takes of every iteration delays it by a dozen.
 """
 
 import asyncio
 from collections import OrderedDict
 
 # The first steps of a request (middlewares, key, body) take 0.2 ms, those up to a refusal 1 ms.
-REQUESTS_PER_ROUND = 8
+REQUESTS_PER_ITERATION = 8
 # Maximum time until the end of an owner's rests, however many requests were charged at one moment.
 MAX_REST_SECONDS = 0.5
-# Resolution of libuv's clock and timers, and the shortest rest. A timer for less would fire in each turn of the event
-# loop until the clock advances.
+# Resolution of libuv's clock and timers, and the shortest rest. A timer for less would fire in each iteration of the
+# event loop until the clock advances.
 CLOCK_SECONDS = 0.001
 
 
-class Rounds:
-    """Count of the requests that begin in each round of the running event loop. each: their maximum number."""
+class StartLimiter:
+    """Count of the requests that begin in each iteration of the running event loop. each: their maximum number."""
 
-    def __init__(self, each: int = REQUESTS_PER_ROUND) -> None:
+    def __init__(self, each: int = REQUESTS_PER_ITERATION) -> None:
         self._each = each
-        # Owners whose request has begun in this round, and those whose request was released for the next one.
+        # Owners whose request has begun in this iteration, and those whose request was released for the next one.
         self._begun: set[str] = set()
         self._released: set[str] = set()
         self._is_counting = False
@@ -34,7 +34,7 @@ class Rounds:
         self._rests: dict[str, float] = {}
 
     async def begin(self, owner: str) -> None:
-        """Wait for a round in which a request of the owner may begin."""
+        """Wait for an iteration in which a request of the owner may begin."""
         # A released request may run on either side of the `_next` that moves it to `_begun`, so both sets are checked.
         if owner not in self._waiting and all(self._may_begin(owner, these) for these in (self._begun, self._released)):
             self._begun.add(owner)
@@ -81,7 +81,7 @@ class Rounds:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        """Start a round, and release waiting requests of the owners in turn; they begin in the next round."""
+        """Start an iteration, and release waiting requests of the owners in turn; they begin in the next iteration."""
         self._is_counting = False
         self._begun, self._released = self._released, set()
         for owner in [owner for owner in self._waiting if owner not in self._rests]:
@@ -94,7 +94,7 @@ class Rounds:
                     self._released.add(owner)
                     turn.set_result(None)
             if queue:
-                # Last in the next round.
+                # Last in the next iteration.
                 self._waiting[owner] = queue
         if self._begun or self._released:
             self._count()

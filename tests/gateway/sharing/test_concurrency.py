@@ -1,4 +1,4 @@
-"""Slots in turn: each owner has a bounded number, and a cancelled waiting task loses none."""
+"""Concurrency limiter: each owner has a bounded number, and a cancelled waiting task loses none."""
 
 import asyncio
 import random
@@ -8,18 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.sharing import turns as turns_module
-from gateway.sharing.turns import Turns
+from gateway.sharing import concurrency
+from gateway.sharing.concurrency import ConcurrencyLimiter
 
 
 @pytest.mark.parametrize(("places", "each"), [(sys.maxsize, 8), (2, 1), (5, 3)])
 async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, each: int):
-    rng, turns = random.Random(7), Turns(places, each)
+    rng, limiter = random.Random(7), ConcurrencyLimiter(places, each)
     held: dict[str, int] = {"a": 0, "b": 0, "c": 0}
     most = dict.fromkeys(held, 0)
 
     async def one(owner: str) -> None:
-        async with turns.turn(owner):
+        async with limiter.place(owner):
             held[owner] += 1
             most[owner] = max(most[owner], held[owner])
             assert sum(held.values()) <= places
@@ -39,32 +39,32 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
     async with asyncio.timeout(30):
         for owner in held:
             for _ in range(min(each, places)):
-                await turns.turn(owner).__aenter__()
+                await limiter.place(owner).__aenter__()
             places -= min(each, places)
             if not places:
                 break
 
 
-async def test_an_owner_rests_after_its_turn_and_no_other_does():
+async def test_an_owner_rests_after_its_work_and_no_other_does():
     """An owner that asks without pause gets a quarter of the time; another owner uses its slot in the rest."""
-    turns = Turns(1, rest=3.0)
+    limiter = ConcurrencyLimiter(1, rest=3.0)
     began: list[float] = []
     for _ in range(3):
-        async with turns.turn("a"):
+        async with limiter.place("a"):
             began.append(time.monotonic())
             await asyncio.sleep(0.1)
-        async with turns.turn(f"other {len(began)}"):
+        async with limiter.place(f"other {len(began)}"):
             pass
     assert all(later - earlier >= 0.4 for earlier, later in pairwise(began))
 
 
 async def test_an_owner_does_not_wait_for_anothers_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(turns_module, "MAX_REST_SECONDS", 3600.0)
-    turns = Turns(1, rest=10**6)
-    async with turns.turn("a"):
+    monkeypatch.setattr(concurrency, "MAX_REST_SECONDS", 3600.0)
+    limiter = ConcurrencyLimiter(1, rest=10**6)
+    async with limiter.place("a"):
         await asyncio.sleep(0.1)
-    async with asyncio.timeout(30), turns.turn("other"):
+    async with asyncio.timeout(30), limiter.place("other"):
         pass
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.1), turns.turn("a"):
+        async with asyncio.timeout(0.1), limiter.place("a"):
             pass
