@@ -20,7 +20,7 @@ from gateway.errors import ClientGone
 from gateway.fleet.large_objects import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
-from gateway.sharing.budget import Budget
+from gateway.sharing.shared_capacity import SharedCapacity
 from wire.bounded_dict import BoundedDict
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Deliveries:
     ) -> None:
         self._metrics = metrics
         self.reader_bytes = reader_bytes
-        self._budget = Budget(total_bytes)
+        self._capacity = SharedCapacity(total_bytes)
         self._least_rate = least_rate
         self._window = window
         self._open: dict[asyncio.WriteTransport, Delivery] = {}
@@ -186,11 +186,11 @@ class Deliveries:
         # Tenant -> number of the last grant of memory that it got.
         self._turns = BoundedDict[str, int](MAX_OWNERS)
         self._num_grants = 0
-        metrics.watch_deliveries(lambda: self._budget.held)
+        metrics.watch_deliveries(lambda: self._capacity.held)
 
     @property
     def held(self) -> int:
-        return self._budget.held
+        return self._capacity.held
 
     @contextmanager
     def open(self, request: web.Request, owner: str) -> Iterator[Delivery]:
@@ -220,7 +220,7 @@ class Deliveries:
             return
         more = size - delivery.held
         delivery.held = size
-        self._budget.change(delivery.owner, more)
+        self._capacity.change(delivery.owner, more)
         if more < 0 and self._waiting and not self._is_granting:
             self._is_granting = True
             asyncio.get_running_loop().call_soon(self._grant)
@@ -284,12 +284,12 @@ class Deliveries:
                 if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
                     self.cut(delivery, f"{delivery.unread} bytes unread")
                 delivery.mark(now)
-        if self._waiting or self._budget.held > 3 * self._budget.total // 4:
+        if self._waiting or self._capacity.held > 3 * self._capacity.total // 4:
             self._make_room(now)
 
     def _make_room(self, now: float) -> None:
         """Cut off the slowest client of the tenant that holds most, unless it will finish within the window."""
-        owner = self._budget.largest_holder()
+        owner = self._capacity.largest_holder()
         judged = [
             delivery
             for delivery in self._open.values()
@@ -313,8 +313,8 @@ class Deliveries:
         A tenant with other unread answers leaves as much free as it then holds, so that two tenants leave room for a
         third one's answer.
         """
-        more, has_others = size - delivery.held, self._budget.held_by(delivery.owner) > delivery.held
-        return more <= 0 or self._budget.has_room(delivery.owner, more, leaves_room=has_others)
+        more, has_others = size - delivery.held, self._capacity.held_by(delivery.owner) > delivery.held
+        return more <= 0 or self._capacity.has_room(delivery.owner, more, leaves_room=has_others)
 
     def _hold_for(self, delivery: Delivery, owner: str) -> None:
         """Move a connection's held bytes to the owner of its next request."""

@@ -1,6 +1,6 @@
 """Memory and threads of request bodies, shared fairly between tenants.
 
-A large body holds its part of a common budget from before its first byte is read until its request ends. Small bodies
+A large body holds its part of a common capacity from before its first byte is read until its request ends. Small bodies
 hold no memory, but a tenant may have only SMALL_AT_ONCE of them before its quota is checked. Beyond either limit a
 request is refused unread.
 """
@@ -20,14 +20,14 @@ from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
 from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
 from gateway.process.lock_turns import leave_lock_to_loop
-from gateway.sharing.budget import Budget
+from gateway.sharing.shared_capacity import SharedCapacity
 
 T = TypeVar("T")
 
 FREE_BYTES = 2**16
 # Small bodies of one tenant that may be read, parsed and counted in tokens at the same time.
 SMALL_AT_ONCE = 256
-# Owner of the bodies of operators and engines, which have a budget of their own.
+# Owner of the bodies of operators and engines, which have a capacity of their own.
 OPERATOR = ""
 # Memory of decoded JSON, measured on 64-bit CPython: for each value in a list, and for each list or object.
 VALUE_BYTES, CONTAINER_BYTES = 40, 300
@@ -97,10 +97,10 @@ class BodyShare:
                 self._memory.take(self._memory.places, self.owner, 1)
                 self._has_place = True
             return
-        budget = self._memory.budget_of(self.owner)
-        if size > max(budget.share, self._bytes):
-            raise TooLarge(f"The request body takes {size} bytes decoded; this gateway gives it {budget.share}.")
-        self._memory.take(budget, self.owner, size - self._bytes)
+        capacity = self._memory.capacity_of(self.owner)
+        if size > max(capacity.share, self._bytes):
+            raise TooLarge(f"The request body takes {size} bytes decoded; this gateway gives it {capacity.share}.")
+        self._memory.take(capacity, self.owner, size - self._bytes)
         self._bytes = size
 
     def decode(self, num_bytes: int, weight: int) -> None:
@@ -135,7 +135,7 @@ class BodyShare:
     def close(self) -> None:
         self._give_place_back()
         if self._bytes:
-            self._memory.budget_of(self.owner).change(self.owner, -self._bytes)
+            self._memory.capacity_of(self.owner).change(self.owner, -self._bytes)
             self._bytes = 0
 
     def _give_place_back(self) -> None:
@@ -198,9 +198,10 @@ class BodyMemory:
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self._tenants, self._operators = Budget(total_bytes, leaves_room=True), Budget(total_bytes, total_bytes)
-        self.places = Budget(sys.maxsize, SMALL_AT_ONCE)
-        # The budgets bound the jobs that wait for a thread.
+        self._tenants = SharedCapacity(total_bytes, leaves_room=True)
+        self._operators = SharedCapacity(total_bytes, total_bytes)
+        self.places = SharedCapacity(sys.maxsize, SMALL_AT_ONCE)
+        # The capacities bound the jobs that wait for a thread.
         self.threads = FairThreads(NUM_THREADS, "bodies", max_pending=0, max_pending_per_tenant=0, yielding=None)
         self.refused_work = RefusedWork()
 
@@ -208,7 +209,7 @@ class BodyMemory:
     def held(self) -> int:
         return self._tenants.held + self._operators.held
 
-    def budget_of(self, owner: str) -> Budget:
+    def capacity_of(self, owner: str) -> SharedCapacity:
         return self._operators if owner == OPERATOR else self._tenants
 
     @contextmanager
@@ -232,11 +233,11 @@ class BodyMemory:
         finally:
             share.close()
 
-    def take(self, budget: Budget, owner: str, more: int) -> None:
-        """Add to an owner's use of a budget. Raises TooManyBodies."""
-        if more > 0 and not budget.has_room(owner, more):
+    def take(self, capacity: SharedCapacity, owner: str, more: int) -> None:
+        """Add to an owner's use of a capacity. Raises TooManyBodies."""
+        if more > 0 and not capacity.has_room(owner, more):
             raise TooManyBodies
-        budget.change(owner, more)
+        capacity.change(owner, more)
 
 
 BODY_MEMORY = web.AppKey("body_memory", BodyMemory)

@@ -1,12 +1,12 @@
-"""Shared budget of bytes or places with a maximum share for each owner."""
+"""Shared capacity of bytes or places with a maximum share for each owner."""
 
 from collections import Counter
 
 
-class Budget:
-    """Budget of `total` units. share: the maximum for one owner, by default half of `total`.
+class SharedCapacity:
+    """Capacity of `total` units. share: the maximum for one owner, by default half of `total`.
 
-    leaves_room: an owner may hold at most as much as remains free. Owners that fill the budget thus leave room for
+    leaves_room: an owner may hold at most as much as remains free. Owners that fill the capacity thus leave room for
     others: the first may hold a half, the second a quarter, the third an eighth.
     """
 
@@ -18,7 +18,7 @@ class Budget:
         self._held_by: Counter[str] = Counter()
 
     def has_room(self, owner: str, more: int, *, leaves_room: bool | None = None) -> bool:
-        """Return whether an owner may hold `more` units in addition. leaves_room: None for the budget's own."""
+        """Return whether an owner may hold `more` units in addition. leaves_room: None for the capacity's own."""
         after, free = self._held_by[owner] + more, self.total - self.held - more
         leaves_room = self._leaves_room if leaves_room is None else leaves_room
         return free >= 0 and after <= self.share and not (leaves_room and after > free)
