@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 from gateway.log_format import FIELDS
-from gateway.process.lock_turns import leave_lock_to_loop
+from gateway.process.gil_priority import lower_gil_priority
 from gateway.process.thread_times import Counts, close_task, open_task, read_task, stolen_seconds
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class Watchdog:
         )
 
     def _run(self) -> None:
-        leave_lock_to_loop()
+        lower_gil_priority()
         while not self._ended:
             self._wakes_at = time.monotonic() + PAUSE_SECONDS
             time.sleep(PAUSE_SECONDS)

@@ -19,7 +19,7 @@ from aiohttp import web
 from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
 from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
-from gateway.process.lock_turns import leave_lock_to_loop
+from gateway.process.gil_priority import lower_gil_priority
 from gateway.sharing.shared_capacity import SharedCapacity
 
 T = TypeVar("T")
@@ -147,7 +147,7 @@ class BodyShare:
         """Run work on a thread, in the owner's turn. Raises TooMuchRefused."""
 
         def job() -> T:
-            leave_lock_to_loop()
+            lower_gil_priority()
             return self.run_here(work)
 
         return await asyncio.wrap_future(self._memory.threads.submit(self.owner, job, bounded=False))

@@ -1,4 +1,4 @@
-"""Threads that leave the interpreter lock to the event loop.
+"""Low priority of a thread for the interpreter lock (GIL), below the event loop's.
 
 A thread that waits for the lock asks its holder to release it after the switch interval of 0.1 ms (wire/event_loop.py),
 so a busy thread takes the lock from the loop again and again, and each wait of the loop takes 0.2 ms more: 0.8 ms of
@@ -18,7 +18,7 @@ PR_SET_TIMERSLACK, SLACK_NS = 29, 1_000_000
 _prctl = ctypes.PyDLL(None).prctl if sys.platform == "linux" else None
 
 
-def leave_lock_to_loop() -> None:
-    """Let this thread ask late for the interpreter lock. Its other timed waits end up to SLACK_NS later too."""
+def lower_gil_priority() -> None:
+    """Make this thread ask late for the interpreter lock. Its other timed waits end up to SLACK_NS later too."""
     if _prctl is not None:
         _prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)

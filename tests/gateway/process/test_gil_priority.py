@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gateway.api.requests.memory import BodyMemory
-from gateway.process.lock_turns import SLACK_NS
+from gateway.process.gil_priority import SLACK_NS
 
 PR_GET_TIMERSLACK = 30
 
