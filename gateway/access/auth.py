@@ -200,7 +200,7 @@ class Authenticator:
             known = last
         return None if problem_of(key_id, known.key) else known.key
 
-    def seal(self, purpose: str, text: str) -> str:
+    def keyed_hash(self, purpose: str, text: str) -> str:
         """Return a text's HMAC-SHA256 under the pepper, in hexadecimal. Each purpose has hashes of its own."""
         return self._hash(purpose, text)
 

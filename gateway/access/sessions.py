@@ -127,7 +127,7 @@ class Sessions:
         now, caller = datetime.now(UTC), CALLER.get()
         session = Session(
             id=secrets.token_hex(8),
-            token_hash=self._auth.seal("session", token),
+            token_hash=self._auth.keyed_hash("session", token),
             address=None if caller is None else caller.address,
             created_at=now,
             last_used_at=now,
@@ -140,7 +140,7 @@ class Sessions:
             if person.subject != BOOTSTRAP_KEY_ID:
                 raise
             until = str(int(time.time()) + EMERGENCY_SECONDS)
-            return f"e{until}{self._seal_emergency(until)}"
+            return f"e{until}{self._sign_emergency(until)}"
         return token
 
     async def find(self, token: str, *, is_read: bool = False, is_use: bool = True) -> Visitor | None:
@@ -155,7 +155,7 @@ class Sessions:
         if match is None or not hmac.compare_digest(match[2], self._check(match[1])):
             # Such a token was never issued, so the database is not queried.
             return None
-        hashed, is_stale = self._auth.seal("session", token), False
+        hashed, is_stale = self._auth.keyed_hash("session", token), False
         try:
             known = await self._find(hashed)
         except Unavailable:
@@ -165,7 +165,7 @@ class Sessions:
             is_stale = True
         if known is None:
             return None
-        visitor = await self._visitor(known.session, self._auth.seal("csrf", token), is_stale)
+        visitor = await self._visitor(known.session, self._auth.keyed_hash("csrf", token), is_stale)
         if visitor is not None:
             if is_use:
                 self._note_use(hashed, known)
@@ -197,8 +197,8 @@ class Sessions:
         """Remove the sessions that are over. Returns their number."""
         return await self._records.sweep(self._idle)
 
-    async def _find_emergency(self, token: str, until: str, seal: str) -> Visitor | None:
-        if int(until) <= time.time() or not hmac.compare_digest(seal, self._seal_emergency(until)):
+    async def _find_emergency(self, token: str, until: str, signature: str) -> Visitor | None:
+        if int(until) <= time.time() or not hmac.compare_digest(signature, self._sign_emergency(until)):
             return None
         try:
             await self._changes.read()
@@ -211,13 +211,13 @@ class Sessions:
                 role="viewer",
                 tenant=None,
                 scopes=frozenset(),
-                csrf=self._auth.seal("csrf", token),
+                csrf=self._auth.keyed_hash("csrf", token),
                 expires_at=datetime.fromtimestamp(int(until), UTC),
             )
         return None
 
-    def _seal_emergency(self, until: str) -> str:
-        return self._auth.seal("session-emergency", f"{until}.{self._auth.bootstrap_proof}")
+    def _sign_emergency(self, until: str) -> str:
+        return self._auth.keyed_hash("session-emergency", f"{until}.{self._auth.bootstrap_proof}")
 
     async def _find(self, hashed: str) -> _Known | None:
         known = self._known.get(hashed)
@@ -276,7 +276,7 @@ class Sessions:
             self._used[session.id] = now
 
     def _check(self, random: str) -> str:
-        return self._auth.seal("session-check", random)[:CHECK_HEX]
+        return self._auth.keyed_hash("session-check", random)[:CHECK_HEX]
 
 
 def _rights(

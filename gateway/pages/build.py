@@ -54,7 +54,7 @@ def build_pages(
         return await records.sessions.find(request.cookies.get(COOKIE, ""), is_read=True, is_use=False) is not None
 
     activity = Activity(resources.database, timedelta(hours=settings.minute_sums_hours))
-    answers = FormAnswers(resources.redis, settings.redis_timeout, records.auth.seal)
+    answers = FormAnswers(resources.redis, settings.redis_timeout, records.auth.keyed_hash)
     return Pages(
         frame,
         answers,

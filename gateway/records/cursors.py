@@ -1,6 +1,6 @@
 """Cursors of lists: the position of a page's last row, as text that a client sends back and can alter.
 
-The encoding serves sealed texts too (gateway/access/sealed_texts.py).
+The encoding serves signed values too (gateway/access/signed_values.py).
 """
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode

@@ -59,12 +59,12 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FormAnswers:
-    """Kept answers. seal: keyed hash of (purpose, text). timeout: seconds of a call to Redis."""
+    """Kept answers. keyed_hash: HMAC of (purpose, text). timeout: seconds of a call to Redis."""
 
-    def __init__(self, redis: Any, timeout: float, seal: Callable[[str, str], str]) -> None:
+    def __init__(self, redis: Any, timeout: float, keyed_hash: Callable[[str, str], str]) -> None:
         self._redis = redis
         self._timeout = timeout
-        self._seal = seal
+        self._keyed_hash = keyed_hash
 
     def middleware(self) -> Middleware:
         """Return the middleware. Install it outside of `error_pages`, so that errors have a URL too."""
@@ -115,8 +115,8 @@ class FormAnswers:
             return None
         name = f"{ONCE if once else number % PLACES}-{secrets.token_hex(16)}"
         nonce = secrets.token_bytes(NONCE_BYTES)
-        sealed = nonce + self._cipher(request).encrypt(nonce, content, name.encode())
-        await self._call(self._redis.set(_key(owner, name), sealed, ex=seconds))
+        encrypted = nonce + self._cipher(request).encrypt(nonce, content, name.encode())
+        await self._call(self._redis.set(_key(owner, name), encrypted, ex=seconds))
         form = "" if once else _form_of(request, visitor.home)
         return f"{visitor.home}/answers/{name}" + (f"?form={quote(form, safe='/')}" if form else "")
 
@@ -125,12 +125,12 @@ class FormAnswers:
         if not NAME.fullmatch(name):
             return None
         key = _key(self._owner(visitor), name)
-        sealed = await self._call(self._redis.get(key))
-        if sealed is None:
+        encrypted = await self._call(self._redis.get(key))
+        if encrypted is None:
             return None
-        nonce = sealed[:NONCE_BYTES]
+        nonce = encrypted[:NONCE_BYTES]
         try:
-            content = self._cipher(request).decrypt(nonce, sealed[NONCE_BYTES:], name.encode())
+            content = self._cipher(request).decrypt(nonce, encrypted[NONCE_BYTES:], name.encode())
         except InvalidTag:  # another session's, or a newer answer in this place
             return None
         kept = msgspec.msgpack.decode(zlib.decompress(content), type=_Kept)
@@ -144,10 +144,10 @@ class FormAnswers:
     def _owner(self, visitor: Visitor) -> str:
         """Return the beginning of the keys in Redis. A tenant's people share its places."""
         owner = visitor.subject if visitor.tenant is None else f"tenant {visitor.tenant.id}"
-        return f"loraplex:answers:{self._seal('form-answers', owner)[:32]}"
+        return f"loraplex:answers:{self._keyed_hash('form-answers', owner)[:32]}"
 
     def _cipher(self, request: web.Request) -> AESGCM:
-        return AESGCM(bytes.fromhex(self._seal("form-answer", request.cookies[COOKIE])))
+        return AESGCM(bytes.fromhex(self._keyed_hash("form-answer", request.cookies[COOKIE])))
 
     async def _call(self, call: Awaitable[Any]) -> Any:
         try:

@@ -16,8 +16,8 @@ from aiohttp import web
 from gateway.access.auth import Authenticator
 from gateway.access.login_audit import NOBODY, LoginAudit
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
-from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_bootstrap_key, by_key
+from gateway.access.signed_values import signed, verified
 from gateway.access.throttle import FailedLogins
 from gateway.api.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
 from gateway.caller import CALLER, client_network
@@ -28,7 +28,7 @@ from gateway.process.background import run_to_end
 from wire.bounded_dict import BoundedDict
 
 LOGIN_COOKIE = "loraplex_login"
-# Purpose of the seal of a refusal's message.
+# Purpose of the signature of a refusal's message.
 REFUSAL = "log-in-refusal"
 # Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
 # Each writes an audit entry.
@@ -95,7 +95,7 @@ class LoginPages:
     async def form(self, request: web.Request) -> web.Response:
         """Return the form, with the message of a refused log-in if the URL has one."""
         then = safe_next(request.query.get("next"), home_of_request(request))
-        status, message = self._unsealed(request.query.get("refused", ""))
+        status, message = self._verified(request.query.get("refused", ""))
         return self._form(request, then, message, status)
 
     async def log_in(self, request: web.Request) -> web.StreamResponse:
@@ -216,13 +216,13 @@ class LoginPages:
         return self._form(request, then, error.message, status=error.status)
 
     def _refused(self, home: str, then: str, message: str, status: int) -> web.Response:
-        """Redirect to the form, so that Reload sends no key again. The URL has the message, sealed against forgery."""
-        query = urlencode({"refused": sealed(self._auth.seal, REFUSAL, (status, message)), "next": then})
+        """Redirect to the form, so that Reload sends no key again. The URL has the message, signed against forgery."""
+        query = urlencode({"refused": signed(self._auth.keyed_hash, REFUSAL, (status, message)), "next": then})
         return web.Response(status=303, headers={"Location": f"{home}/login?{query}", **NO_STORE})
 
-    def _unsealed(self, refused: str) -> tuple[int, str | None]:
-        """Return the status and the message of a refusal; (200, None) for one that this gateway did not seal."""
-        return unsealed(self._auth.seal, REFUSAL, refused, tuple[int, str]) or (200, None)
+    def _verified(self, refused: str) -> tuple[int, str | None]:
+        """Return the status and the message of a refusal; (200, None) for one that this gateway did not sign."""
+        return verified(self._auth.keyed_hash, REFUSAL, refused, tuple[int, str]) or (200, None)
 
     def _form(self, request: web.Request, then: str, message: str | None = None, status: int = 200) -> web.Response:
         home, csrf = home_of_request(request), request.cookies.get(LOGIN_COOKIE, "")

@@ -12,8 +12,8 @@ from aiohttp import web
 from gateway.access.auth import Authenticator
 from gateway.access.oidc import LoginRefused, Oidc
 from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
-from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import Identity
+from gateway.access.signed_values import signed, verified
 from gateway.api.page_guard import NO_STORE, safe_next
 from gateway.caller import CALLER
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
@@ -23,7 +23,7 @@ from gateway.redis.errors import REDIS_ERRORS
 from wire.error_codes import TENANT_SUSPENDED
 
 STATE_COOKIE = "loraplex_oidc"
-# Purpose of the seal of a log-in's state.
+# Purpose of the signature of a log-in's state.
 STATE = "oidc-state"
 # Maximum time for a log-in at the provider.
 STATE_SECONDS = 600
@@ -50,7 +50,7 @@ class _State(msgspec.Struct, frozen=True):
 
 
 class OidcPages:
-    """Routes for the log-in at the provider. oidc: None if there is none. A state is kept in a sealed cookie of the
+    """Routes for the log-in at the provider. oidc: None if there is none. A state is kept in a signed cookie of the
     browser that began the log-in, and is used once.
     """
 
@@ -80,7 +80,7 @@ class OidcPages:
         caller = CALLER.get()
         response.set_cookie(
             STATE_COOKIE,
-            sealed(self._auth.seal, STATE, kept),
+            signed(self._auth.keyed_hash, STATE, kept),
             path=f"{home}/login/oidc",
             max_age=STATE_SECONDS,
             httponly=True,
@@ -96,7 +96,7 @@ class OidcPages:
         try:
             # Each call costs a request to the provider.
             self._pages.refuse_guesses(request)
-            kept = await self._unsealed(request)
+            kept = await self._verified(request)
             then = kept.then
             if "error" in request.query or not request.query.get("code"):
                 raise LoginRefused("The log-in provider did not log you in.")
@@ -130,7 +130,7 @@ class OidcPages:
                 raise Forbidden("This tenant is suspended; ask the operator.", code=TENANT_SUSPENDED)
         subject = claims["sub"]
         if not PLAIN_SUBJECT.fullmatch(subject):
-            subject = self._auth.seal("oidc-subject", subject)[:HASHED_CHARS]
+            subject = self._auth.keyed_hash("oidc-subject", subject)[:HASHED_CHARS]
         label = next((claims[name] for name in ("email", "name", "preferred_username") if claims.get(name)), subject)
         shown = "".join(character for character in str(label) if character.isprintable())[:100]
         return Identity(subject=f"oidc:{subject}", label=shown, role=grant.role, tenant=tenant, proof=provider.proof)
@@ -140,9 +140,9 @@ class OidcPages:
             raise web.HTTPNotFound
         return self._oidc
 
-    async def _unsealed(self, request: web.Request) -> _State:
+    async def _verified(self, request: web.Request) -> _State:
         """Return the state of the log-in that the browser began. Raises StaleLogin."""
-        kept: _State | None = unsealed(self._auth.seal, STATE, request.cookies.get(STATE_COOKIE, ""), _State)
+        kept: _State | None = verified(self._auth.keyed_hash, STATE, request.cookies.get(STATE_COOKIE, ""), _State)
         if kept is None:
             raise StaleLogin
         given = request.query.get("state", "").encode("utf-8", "replace")
