@@ -109,7 +109,7 @@ async def until_budgets_agree(
     """Wait until Redis holds the ledger's spending against each budget.
 
     A request that was admitted before Redis lost its state reaches the budget through the ledger, when a later request
-    of its tenant triggers another query of the ledger (quota.lua, `recall`). Each tenant sends requests until then.
+    of its tenant triggers another query of the ledger (quota.lua, `backfill`). Each tenant sends requests until then.
     """
 
     async def agree() -> bool:

@@ -76,8 +76,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return self.takes in ("tokens", "bytes") and self.window is not None
 
     @property
-    def is_recalled(self) -> bool:
-        """Return whether past usage is recalled from the ledger after Redis has lost it."""
+    def is_backfilled(self) -> bool:
+        """Return whether past usage is backfilled from the ledger after Redis has lost it."""
         return self.charged == "request" and self.period in (DAY, WEEK, MONTH, ROLLING)
 
     @property
@@ -242,4 +242,4 @@ BUDGET_NAMES = tuple(kind.name for kind in KINDS if kind.is_budget)
 # Days of the rolling budgets by letter. A budget of a period, and a soft one, by the period's name.
 ROLLING_BUDGET = {letter: ROLLING_DAYS for letter, period in PERIOD_BY_LETTER.items() if period == ROLLING}
 SOFT_BUDGET = {str(kind.period): kind.name for kind in ALERT_KINDS}
-RECALLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_recalled)
+BACKFILLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_backfilled)

@@ -3,7 +3,7 @@
 Nothing renews a family of keys whose last key was revoked, has expired or was deleted, so no request uses its limits
 again. The script keeps a field while a running request uses it, and a minute's rate until it is paid off. Budgets and
 limits of a day may be dropped at any time, because the ledger has their usage: if a gateway with an older cache still
-admits a request, they are recalled.
+admits a request, they are backfilled.
 """
 
 import asyncio

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from gateway.quota.limits import Limit
-from gateway.quota.recall import Recall
 from gateway.quota.rolling import DailySpend, day_of
+from gateway.quota.usage_backfill import UsageBackfill
 
 
 class Left(msgspec.Struct, frozen=True, gc=False):
@@ -27,7 +27,7 @@ class Left(msgspec.Struct, frozen=True, gc=False):
 
 
 async def peek(
-    script: Callable[..., Awaitable[Any]], recall: Recall, tenant_id: str, limits: Sequence[Limit]
+    script: Callable[..., Awaitable[Any]], backfill: UsageBackfill, tenant_id: str, limits: Sequence[Limit]
 ) -> list[Left]:
     """Return the remaining amount of each limit, without a change.
 
@@ -40,7 +40,7 @@ async def peek(
     found = []
     for limit, (remaining, reset, since) in zip(limits, zip(*[iter(reply)] * 3, strict=True), strict=True):
         if since:
-            used = await recall.used(tenant_id, limit, since)
+            used = await backfill.used(tenant_id, limit, since)
             remaining = max(0, remaining - math.ceil(used.counted))
             if used.days:
                 reset = max(reset, DailySpend(day_of(since), used.days).reset(since))

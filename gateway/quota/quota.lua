@@ -14,14 +14,14 @@
 -- counts towards a rate of requests when it is admitted.
 --
 -- Budgets and limits of a day outlive this server's data, because the ledger in SQL has them. If such a limit has no
--- state, the script stores the current moment (`since`) and admits nothing until `recall` copies the usage before
+-- state, the script stores the current moment (`since`) and admits nothing until `backfill` copies the usage before
 -- `since` from the ledger. A request that was admitted before `since` reaches the state through the ledger only:
--- `recall` is repeated and adds the rows that have arrived (`known`). A request that was admitted later is counted here
--- only.
+-- `backfill` is repeated and adds the rows that have arrived (`known`). A request that was admitted later is counted
+-- here only.
 --
 -- Another server (a restart, a failover) may hold older data. The state therefore contains the server's run id: if it
--- differs, the states of budgets and days are dropped and recalled. A large state is dropped in parts, and until the last
--- one no request under such limits is admitted.
+-- differs, the states of budgets and days are dropped and backfilled. A large state is dropped in parts, and until the
+-- last one no request under such limits is admitted.
 --
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> end of the lease, ms; negative
 --   once the lease has ended and the request's slots are released), held (hash: request id -> its record,
@@ -33,14 +33,14 @@
 --     Reserves `prompt` and at most `completion` tokens; of the completion it grants a multiple of `step` or refuses.
 --     Rates hold `expected` of the completion at first.
 --     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
---         reset (the last two in ms), of each limit whose recall is to be repeated: its number from 0 on, since}
---     -> {2, of each limit to be recalled: its number, since}; nothing is reserved. {2} if another server's states are not
---        dropped yet: the call is to be repeated.
+--         reset (the last two in ms), of each limit whose backfill is to be repeated: its number from 0 on, since}
+--     -> {2, of each limit to be backfilled: its number, since}; nothing is reserved. {2} if another server's states are
+--        not dropped yet: the call is to be repeated.
 --   peek, then of each limit: field, limit
 --     Writes nothing.
---     -> of each limit: remaining, reset (ms), `since` of its recall if its usage is unknown here, else 0. Such a limit
+--     -> of each limit: remaining, reset (ms), `since` of its backfill if its usage is unknown here, else 0. Such a limit
 --        is measured as if it had no usage before `since`.
---   recall, field, limit, since, counted, known, then of a rolling budget the cost of each of its days, the oldest first
+--   backfill, field, limit, since, counted, known, then of a rolling budget the cost of each of its days, the oldest first
 --     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
 --     the state; later ones for the same `since` add the difference in `known`, in any order and however often. A rolling
 --     budget adds it to the day of `since`, because late usage is of the time just before `since`.
@@ -69,13 +69,13 @@
 --   BUDGET      micro-units of money in a period (UTC)
 --   PERIOD      of a budget: day, week (from Monday), month or 30 days
 --   ROLLING     of a rolling budget, which counts the last days: their number, with today
---   RECALLED    the ledger has its usage
+--   BACKFILLED    the ledger has its usage
 -- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, RECORDS, USAGE, ABANDONED = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local PROGRESS = ':progress'
--- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
+-- Suffixes of a limit's field: the moment `since` of a pending backfill, and the tokens that running requests hold.
 local PENDING, HOLD = '?', '#'
 -- Fields of no limit: the server's run id with the moment (ms) when it was last compared, the moment (ms) when the
 -- counts of running requests were last compared with their records, the HSCAN cursor from which the next comparison
@@ -90,7 +90,7 @@ local VERSION = 2
 local KEEP_MS = 35 * 86400000
 -- Time for which ABANDONED keeps an id. Older requests are not restored, so none is settled twice.
 local ABANDONED_MS = 86400000
--- Age at which a recall is repeated first: the ledger lags by about as much. It is repeated each time that the age has
+-- Age at which a backfill is repeated first: the ledger lags by about as much. It is repeated each time that the age has
 -- doubled, and at least every 30 s in the first hour (the longest time that a request may run).
 local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 -- Intervals at which the server's run id and the counts of running requests are compared.
@@ -215,10 +215,10 @@ local function period(kind)
 end
 
 -- Return the debt of a rate's state. States are packed doubles, which are exact, unlike decimals:
---   rate     moment, debt in microseconds at that moment, then a recalled limit's three, then its basis
---   budget   number of the period, amount spent in it, then a recalled limit's three; the number of a rolling budget is
---            that of its last day, and the amounts of its days follow the three, the oldest first
---   a recalled limit's three: since, known, moment of the next recall
+--   rate     moment, debt in microseconds at that moment, then a backfilled limit's three, then its basis
+--   budget   number of the period, amount spent in it, then a backfilled limit's three; the number of a rolling budget
+--            is that of its last day, and the amounts of its days follow the three, the oldest first
+--   a backfilled limit's three: since, known, moment of the next backfill
 -- The basis of a debt is the limit by whose T it was computed. A count of running requests or of their held tokens is a
 -- decimal integer.
 local function debt_of(state)
@@ -255,7 +255,7 @@ local function days_of(kind, state)
   return days
 end
 
--- Return a rolling budget's new state. `state`: another one, whose recall fields are kept.
+-- Return a rolling budget's new state. `state`: another one, whose backfill fields are kept.
 local function packed_days(last, days, state)
   local spent = 0
   for i = 1, #days do
@@ -289,7 +289,7 @@ local function spent_on(kind, state, day, more)
   return packed_days(last, days, state)
 end
 
--- Return the state of a recalled limit of which nothing is used. `since`: the time of its recall.
+-- Return the state of a backfilled limit of which nothing is used. `since`: the time of its backfill.
 local function unused(kind, since)
   local state = struct.pack('ddddd', BUDGET[kind] and period(kind)[1] or now, 0, since, 0, 0)
   return state .. string.rep(struct.pack('d', 0), ROLLING[kind] or 0)
@@ -305,25 +305,25 @@ end
 
 -- Return the basis of a rate's state; `limit` without a state or for a state of the previous release.
 local function basis_of(kind, state, limit)
-  local at = RECALLED[kind] and 41 or 17
+  local at = BACKFILLED[kind] and 41 or 17
   return state and #state >= at + 7 and struct.unpack('d', state, at) or limit
 end
 
--- Return a rate's new state. `state`: the old one; its recall fields are kept.
+-- Return a rate's new state. `state`: the old one; its backfill fields are kept.
 local function packed_rate(kind, moment, debt, basis, state)
-  if RECALLED[kind] then
+  if BACKFILLED[kind] then
     return struct.pack('dd', moment, debt) .. string.sub(state, 17, 40) .. struct.pack('d', basis)
   end
   return struct.pack('ddd', moment, debt, basis)
 end
 
--- Return a budget's new state. `state`: the old one; its recall fields are kept.
+-- Return a budget's new state. `state`: the old one; its backfill fields are kept.
 local function packed_budget(of_period, spent, state)
   return struct.pack('dd', of_period, spent) .. string.sub(state, 17)
 end
 
--- Return a state with other recall fields.
-local function with_recall(state, since, known, check)
+-- Return a state with other backfill fields.
+local function with_backfill(state, since, known, check)
   return string.sub(state, 1, 16) .. struct.pack('ddd', since, known, check) .. string.sub(state, 41)
 end
 
@@ -336,9 +336,9 @@ local function under_limit(field, kind, state, limit, has_held)
     return state, 0, 0
   end
   local at, debt, basis, _ = now, 0, limit, nil
-  if state and RECALLED[kind] and #state >= 48 then
+  if state and BACKFILLED[kind] and #state >= 48 then
     at, debt, _, _, _, basis = struct.unpack('dddddd', state)
-  elseif state and not RECALLED[kind] and #state >= 24 then
+  elseif state and not BACKFILLED[kind] and #state >= 24 then
     at, debt, basis = struct.unpack('ddd', state)
   elseif state then
     at, debt = struct.unpack('dd', state)
@@ -526,7 +526,7 @@ local function drop_others(is_dry)
     end
     cursor = scan(cursor, MAX_DROPPED, function(field)
       local kind = kind_of(field)
-      if RECALLED[kind] or kind == PENDING then
+      if BACKFILLED[kind] or kind == PENDING then
         write(field, false)
       end
     end)
@@ -542,7 +542,7 @@ local function drop_others(is_dry)
   return true
 end
 
--- Return the `since` of a limit without state, which admits nothing until its recall. Store the current moment if it
+-- Return the `since` of a limit without state, which admits nothing until its backfill. Store the current moment if it
 -- has no `since` yet.
 local function pending_since(field, kind)
   local since = tonumber(read(field .. PENDING))
@@ -567,18 +567,18 @@ local used, held_time, occupied, early, room, waits = {}, {}, {}, {}, {}, {}
 -- Read the limits, which begin with the argument `first`. Return false if another server's states are not dropped yet;
 -- those of these limits then count as dropped. `is_dry`: drop none.
 local function read_limits(first, is_dry)
-  local names, recalled = {}, false
+  local names, backfilled = {}, false
   count, fields, kinds, limits = (#ARGV - first + 1) / 2, {}, {}, {}
   for i = 1, count do
     local field = ARGV[first + 2 * i - 2]
     local kind = kind_of(field)
     fields[i], kinds[i], limits[i] = field, kind, tonumber(ARGV[first + 2 * i - 1])
     names[i], names[count + i] = field, field .. HOLD
-    recalled = recalled or RECALLED[kind]
+    backfilled = backfilled or BACKFILLED[kind]
   end
-  local are_own = not recalled or drop_others(is_dry)
+  local are_own = not backfilled or drop_others(is_dry)
   for i = 1, are_own and 0 or count do
-    if RECALLED[kinds[i]] then
+    if BACKFILLED[kinds[i]] then
       write(fields[i], false)
       write(fields[i] .. PENDING, false)
     end
@@ -587,17 +587,17 @@ local function read_limits(first, is_dry)
   return are_own
 end
 
--- Return the moment of the request's row in the ledger, and {2, the limits to recall first}. The moment is never before
+-- Return the moment of the request's row in the ledger, and {2, the limits to backfill first}. The moment is never before
 -- a `since`, even if the clock was set back, because the request's usage is counted here.
-local function unrecalled()
+local function not_backfilled()
   local row, unknown = now, {2}
   for i = 1, count do
-    if RECALLED[kinds[i]] then
+    if BACKFILLED[kinds[i]] then
       local since = states[i] and struct.unpack('d', states[i], 17)
       if since and since - now > MAX_STEP then
-        -- The recall was made while the clock was far ahead. Date its sums to now.
+        -- The backfill was made while the clock was far ahead. Date its sums to now.
         local _, known = struct.unpack('dd', states[i], 17)
-        states[i] = with_recall(states[i], now, known, now + FIRST_CHECK)
+        states[i] = with_backfill(states[i], now, known, now + FIRST_CHECK)
         write(fields[i], states[i])
         since = now
       end
@@ -685,7 +685,7 @@ local function wait_for(i, amount)
   return max(1, ceil((occupied[i] + needed - window + paused - early[i]) / 1000))
 end
 
--- Take `amount` of the limit i. Return the `since` of a recall that is to be repeated, or nil.
+-- Take `amount` of the limit i. Return the `since` of a backfill that is to be repeated, or nil.
 local function take(i, amount)
   local kind, before = kinds[i], states[i]
   local state, due = before, nil
@@ -700,20 +700,20 @@ local function take(i, amount)
   elseif ROLLING[kind] then
     state = spent_on(kind, before, period(kind)[1], amount)
   elseif BUDGET[kind] then
-    -- A new period begins with nothing spent, without a recall.
+    -- A new period begins with nothing spent, without a backfill.
     local number = period(kind)[1]
     local of_period = struct.unpack('d', before) == number and before or unused(kind, now)
     state = packed_budget(number, used[i] + amount, of_period)
   else
     change(fields[i], amount)
   end
-  if RECALLED[kind] then
+  if BACKFILLED[kind] then
     local since, known, check = struct.unpack('ddd', state, 17)
     if check <= now then
       due = since
       local age = now - since
       local pause = age < OFTEN and min(age, MAX_CHECK) or age
-      state = with_recall(state, since, known, now + max(pause, FIRST_CHECK))
+      state = with_backfill(state, since, known, now + max(pause, FIRST_CHECK))
     end
   end
   if state ~= before then
@@ -748,7 +748,7 @@ local function reset_of(i)
   return BUDGET[kinds[i]] and period(kinds[i])[3] - now_ms or 0
 end
 
--- Return the reply of `acquire`. `due`: the recalls to be repeated.
+-- Return the reply of `acquire`. `due`: the backfills to be repeated.
 local function reply_of(allowed, granted, row, due)
   local reply = {allowed and 1 or 0, granted, row}
   for i = 1, count do
@@ -764,7 +764,7 @@ end
 local function peek()
   sweep(true)
   read_limits(2, true)
-  local _, unknown = unrecalled()
+  local _, unknown = not_backfilled()
   local since = {}
   for i = 2, #unknown, 2 do
     local at = unknown[i] + 1
@@ -784,7 +784,7 @@ local function acquire(ask)
   if not read_limits(11) then
     return {2}
   end
-  local row, unknown = unrecalled()
+  local row, unknown = not_backfilled()
   if #unknown > 1 then
     return unknown
   end
@@ -830,7 +830,7 @@ local function acquire(ask)
   return reply_of(allowed, granted, again and row_of(again) or row, due)
 end
 
-local function recall(field, limit, since, counted, known)
+local function backfill(field, limit, since, counted, known)
   local kind, state = kind_of(field), read(field)
   local window = WINDOW[kind]
   if state then
@@ -847,7 +847,7 @@ local function recall(field, limit, since, counted, known)
     else
       state = packed_budget(first, second + known - before, state)
     end
-    state = with_recall(state, since, known, check)
+    state = with_backfill(state, since, known, check)
   else
     if read(field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < period(kind)[2] then
       return 0
@@ -889,7 +889,7 @@ end
 -- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
 -- `since`, or there is no state.
 local function is_the_ledgers(record, kind, state)
-  return RECALLED[kind] and (not state or row_of(record) < struct.unpack('d', state, 17))
+  return BACKFILLED[kind] and (not state or row_of(record) < struct.unpack('d', state, 17))
 end
 
 -- Correct one limit to the real usage of a request.
@@ -1073,7 +1073,7 @@ local function forget()
     local limit = string.match(field, '^(.+)[' .. HOLD .. PENDING .. ']$') or field
     local kind = kind_of(field)
     -- The debt of a minute is known here only.
-    local is_owed = WINDOW[kind] and not RECALLED[kind] and debt_of(read(field)) > 0
+    local is_owed = WINDOW[kind] and not BACKFILLED[kind] and debt_of(read(field)) > 0
     if not is_used[limit] and not is_owed then
       write(field, false)
       count_dropped = count_dropped + 1
@@ -1091,7 +1091,7 @@ local function forget_some()
     local gone
     if BUDGET[kind] then
       gone = struct.unpack('d', state) < period(kind)[1] - (ROLLING[kind] or 1)
-    elseif RECALLED[kind] then
+    elseif BACKFILLED[kind] then
       -- The ledger must have no usage that still counts either.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
     elseif kind == PENDING then
@@ -1135,8 +1135,8 @@ elseif call == 'peek' then
   reply = peek()
 elseif call == 'settle' then
   reply = settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7] == '1')
-elseif call == 'recall' then
-  reply = recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
+elseif call == 'backfill' then
+  reply = backfill(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'grow' then
   reply = grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]))
 elseif call == 'extend' then

@@ -26,12 +26,12 @@ from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
 from gateway.quota.open_leases import read_notes
 from gateway.quota.peek import Left, peek
-from gateway.quota.recall import UNKNOWN, Past, Recall
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
+from gateway.quota.usage_backfill import UNKNOWN, Past, UsageBackfill
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
 from gateway.redis import sweeps
@@ -72,7 +72,7 @@ class Quota:
         self._redis = redis
         self._store = QuotaStore(redis, timeout)
         self._check = SettingsCheck(redis, self._store, check)
-        self._recall = Recall(self._store.script, past)
+        self._backfill = UsageBackfill(self._store.script, past)
         self._ended_keys = None if past is None else EndedKeys(redis, self._store, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
@@ -144,7 +144,7 @@ class Quota:
 
     async def peek(self, principal: TenantPrincipal) -> list[Left]:
         """Return what remains of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
-        return await peek(self._store.script, self._recall, principal.tenant.id, limits_of(principal, ""))
+        return await peek(self._store.script, self._backfill, principal.tenant.id, limits_of(principal, ""))
 
     @asynccontextmanager
     async def upload(
@@ -192,7 +192,7 @@ class Quota:
             call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
             reply = await self._store.script(tenant_id, *call)
             if reply[0] == UNKNOWN:
-                reply = await self._recall.acquire(tenant_id, limits, call, reply)
+                reply = await self._backfill.acquire(tenant_id, limits, call, reply)
         except Unavailable:
             if sent:
                 self._late_settlements.add(tenant_id, request_id)
@@ -209,7 +209,7 @@ class Quota:
         end = 3 * len(limits)
         states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
         for i in range(end, len(flat), 2):
-            self._recall.reload(tenant_id, limits[flat[i]], flat[i + 1])
+            self._backfill.reload(tenant_id, limits[flat[i]], flat[i + 1])
         self._without_redis.remember_budgets(tenant_id, limits, states)
         headers = rate_headers(limits, states, demand.currency)
         if not allowed:
@@ -343,7 +343,7 @@ class Quota:
 
     async def close(self) -> None:
         """Stop background work and remove this gateway from the live ones."""
-        await self._recall.close()
+        await self._backfill.close()
         try:
             await self._store.call(self._presence.unregister)
         except Unavailable:

@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from importlib import resources
 
 from gateway.limits.kinds import (
+    BACKFILLED,
     BUDGET,
     GAUGE,
     PERIOD_BY_LETTER,
-    RECALLED,
     ROLLING_BUDGET,
     TAKES_ONE,
     TOKEN_RATE,
@@ -17,7 +17,7 @@ from gateway.quota.demand import HEADROOM
 from gateway.quota.local import GAUGE_WAIT_MS
 from gateway.quota.rolling import MAX_STEP
 
-SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "RECALLED": RECALLED}
+SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "BACKFILLED": BACKFILLED}
 CONSTANTS = {"HEADROOM": HEADROOM, "GAUGE_WAIT_MS": GAUGE_WAIT_MS, "MAX_STEP": MAX_STEP}
 
 

@@ -1,6 +1,6 @@
 """Removed keys of families: their usage still counts against the limits that their successors have.
 
-The limits of a rotated key continue with its successor. If Redis loses them, they are recalled from the usage of all
+The limits of a rotated key continue with its successor. If Redis loses them, they are backfilled from the usage of all
 keys of the family, so a key that is removed stays on record here. A tenant's newest REMEMBERED rows stay.
 """
 

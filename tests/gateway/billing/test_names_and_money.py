@@ -258,7 +258,7 @@ async def test_a_rotated_key_shares_its_successors_limits(gateway: Gateway):
     assert answers[-1].error["message"].startswith("Rate limit reached for this key: 4 requests per minute")
 
 
-async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gateway, tmp_path: Path):
+async def test_what_a_rotated_key_spent_is_backfilled_for_its_family(gateway: Gateway, tmp_path: Path):
     """With Redis emptied, the successor finds its predecessor's spending in the ledger."""
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
     await gateway.tenant("acme")
@@ -286,7 +286,7 @@ async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gate
     await database.close()
 
 
-async def test_what_a_removed_key_spent_is_recalled_for_its_family(
+async def test_what_a_removed_key_spent_is_backfilled_for_its_family(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A family with more ended keys than stay on record could spend its budget again."""

@@ -10,8 +10,8 @@ from gateway.quota import script
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.quota.recall import UNKNOWN
 from gateway.quota.store import KEYS
+from gateway.quota.usage_backfill import UNKNOWN
 from gateway.records.money.prices import Price
 
 SOURCE = script.source()
@@ -69,7 +69,7 @@ class Script:
             # No usage before.
             for i in range(1, len(reply), 2):
                 limit = limits[reply[i]]
-                self.call("recall", limit.field, limit.value, reply[i + 1], 0, 0)
+                self.call("backfill", limit.field, limit.value, reply[i + 1], 0, 0)
             reply = self.call(*call)
         allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
         return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]

@@ -20,7 +20,7 @@ def client(redis_url: str) -> Iterator[redis.Redis]:
 def abandon(script: Script, request_id: str) -> None:
     """Admit a request, let its lease end and settle it as another gateway."""
     assert script.call("acquire", request_id, 1000, 0, 10, 10, 10, 0, 1_000_000, "{}", *LIMITS)[0] == 2
-    assert script.call("recall", "tenant:b", 1000, script.now, 0, 0) == 1
+    assert script.call("backfill", "tenant:b", 1000, script.now, 0, 0) == 1
     assert script.call("acquire", request_id, 1000, 0, 10, 10, 10, 0, 1_000_000, "{}", *LIMITS)[0] == 1
     script.now += 2 * SECOND
     assert [found[0] for found in script.call("expired", 10)] == [request_id.encode()]

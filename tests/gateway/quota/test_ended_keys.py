@@ -123,7 +123,7 @@ def script(redis_url: str) -> Any:
         yield Script(connection)
 
 
-def test_a_minutes_rate_stays_until_it_is_paid_off_and_a_budget_is_recalled(script: Script):
+def test_a_minutes_rate_stays_until_it_is_paid_off_and_a_budget_is_backfilled(script: Script):
     rate, budget = Limit("key:a:t", "key", "t", 100), Limit("key:a:b", "key", "b", 10**6)
     names = ["key:a:t", "key:a:t#", "key:a:b", "key:a:b?"]
     assert script.acquire("one", [rate, budget], 0, 50, 1, FREE)[0]
@@ -132,7 +132,7 @@ def test_a_minutes_rate_stays_until_it_is_paid_off_and_a_budget_is_recalled(scri
     # Used tokens are paid off in 30 s. A gateway with an older cache would find them forgotten.
     assert script.call("forget", *names) == 3
     assert script.peek([rate])[0][0] == 50
-    assert script.peek([budget])[0][2] > 0, "its usage has to be recalled"
+    assert script.peek([budget])[0][2] > 0, "its usage has to be backfilled"
     script.now += 31 * SECOND
     assert script.call("forget", "key:a:t") == 1
 

@@ -134,7 +134,7 @@ def test_a_stream_that_is_put_back_holds_and_owes_what_it_did(client: redis.Redi
 def test_use_that_the_ledger_brings_is_held_and_not_owed(client: redis.Redis):
     script, limit = Script(client), Limit("tenant:d", "tenant", "d", 1000)
     assert script.acquire("r", [limit], 0, 900, 900, FREE, expected=100)[0]
-    # The state is lost and recalled from the ledger, which has no row of this request yet.
+    # The state is lost and backfilled from the ledger, which has no row of this request yet.
     client.hdel(script.keys[0], limit.field)
     script.now += SECOND
     assert script.acquire("other", [limit], 0, 1, 1, FREE)[0]

@@ -9,7 +9,7 @@ import redis
 
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
-from gateway.quota.recall import UNKNOWN
+from gateway.quota.usage_backfill import UNKNOWN
 from gateway.records.money.prices import FREE
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
@@ -86,7 +86,7 @@ def test_another_servers_states_are_dropped_in_parts_and_admit_nothing_before(cl
     assert len(counts) > 6 * KEYS // 5000 // 2, "the state is dropped in several parts"
     assert max(before - after for before, after in itertools.pairwise(counts)) < 3000
     left = {name.decode() for name in client.hkeys(state)}
-    assert {name for name in left if name[-1] in "dqjwbl?"} == {"tenant:b?"}, "only the new recall waits"
+    assert {name for name in left if name[-1] in "dqjwbl?"} == {"tenant:b?"}, "only the new backfill waits"
     assert {"key:one:r", *STALE} <= left
     assert "<" not in left
     assert large.acquire("after", [spent], 1, 1, 1, FREE)[0]

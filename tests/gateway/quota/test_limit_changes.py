@@ -203,11 +203,11 @@ def test_gateways_that_still_know_the_former_limit_forget_nothing(limits: Script
         assert remaining(limits, before) == 100_000
 
 
-def test_usage_above_a_lowered_limit_is_recalled_for_a_day_at_most(client: redis.Redis):
+def test_usage_above_a_lowered_limit_is_backfilled_for_a_day_at_most(client: redis.Redis):
     script, limit = Script(client), limit_of("d", 100)
     call = ("acquire", "a", 10**9, 0, 1, 1, 1, 0, 0, "{}", limit.field, limit.value)
     _, _, since = script.call(*call)
-    script.call("recall", limit.field, limit.value, since, 900_000.0, 900_000)
+    script.call("backfill", limit.field, limit.value, since, 900_000.0, 900_000)
     assert remaining(script, limit) == 0
     script.now += DAY
     assert remaining(script, limit) == 100

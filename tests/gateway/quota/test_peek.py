@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import Unavailable
-from gateway.limits.kinds import RECALLED, TOKEN_RATE
+from gateway.limits.kinds import BACKFILLED, TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import Quota
@@ -109,7 +109,7 @@ def test_a_peek_before_any_request_writes_nothing(client: redis.Redis, limits: l
     script = Script(client)
     found = script.peek(limits)
     assert stored(client, script) == [{}, [], {}, [], -2, -2, -2, -2, -2]
-    assert [since for _, _, since in found] == [script.now if limit.letter in RECALLED else 0 for limit in limits]
+    assert [since for _, _, since in found] == [script.now if limit.letter in BACKFILLED else 0 for limit in limits]
     assert [remaining for remaining, _, _ in found] == [limit.value for limit in limits]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.limits.kinds import BY_LETTER, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.quota.recall import UNKNOWN
+from gateway.quota.usage_backfill import UNKNOWN
 from gateway.records.money.prices import Price
 from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script, demand
 
@@ -190,13 +190,13 @@ def test_a_rolling_budget_has_room_again_when_a_days_spending_is_30_days_old(cli
     assert script.acquire("f", limits, 0, 100, 100, price)[0]
 
 
-def test_a_rolling_budget_is_recalled_by_day(client: redis.Redis):
+def test_a_rolling_budget_is_backfilled_by_day(client: redis.Redis):
     script, limit = Script(client), Limit("tenant:l", "tenant", "l", 1000)
     assert ask(script, "a", limit, 1, PER_TOKEN)[0] == UNKNOWN
     days = [500, *[0] * 28, 300]
-    script.call("recall", limit.field, limit.value, script.now, 800, 800, *days)
-    # A row that reached the ledger late counts on the day of the recall.
-    script.call("recall", limit.field, limit.value, script.now, 850, 850, *days[:-1], 350)
+    script.call("backfill", limit.field, limit.value, script.now, 800, 800, *days)
+    # A row that reached the ledger late counts on the day of the backfill.
+    script.call("backfill", limit.field, limit.value, script.now, 850, 850, *days[:-1], 350)
     assert ask(script, "a", limit, 151, PER_TOKEN)[:5] == [0, 151, script.now, 150, 2000]
     script.now += 2 * SECOND
     assert ask(script, "b", limit, 651, PER_TOKEN)[3:5] == [650, 29 * DAY_MS]
@@ -204,7 +204,7 @@ def test_a_rolling_budget_is_recalled_by_day(client: redis.Redis):
 
 
 def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
-    """Return the script's raw answer, which also lists the limits to recall or check."""
+    """Return the script's raw answer, which also lists the limits to backfill or check."""
     asked = (0, tokens, tokens, max(1, tokens))
     call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}")
     return script.call(*call, limit.field, limit.value)
@@ -219,13 +219,13 @@ DAY_MS = DAY // MS
     kind=st.sampled_from("bdjlw"),
     brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
 )
-def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
+def test_what_several_gateways_backfill_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):
     """The largest result for the noted moment counts; results for another moment, before the data loss, do not."""
     script, limit = Script(client), Limit(f"tenant:{kind}", "tenant", kind, 1000)
     since = script.now
     assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, since]
     for known, moment in brought:
-        script.call("recall", limit.field, limit.value, since + moment, known, known)
+        script.call("backfill", limit.field, limit.value, since + moment, known, known)
         script.now += 1
     known_then = [known for known, moment in brought if moment == 0]
     if not known_then:
@@ -238,10 +238,10 @@ def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, 
     assert remaining == 1000 - most - 100
 
 
-def test_what_was_recalled_is_checked_at_twice_the_age_each_time(client: redis.Redis):
+def test_what_was_backfilled_is_checked_at_twice_the_age_each_time(client: redis.Redis):
     script, limit = Script(client), Limit("key:k:b", "key", "b", 10**6)
     _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
-    script.call("recall", limit.field, limit.value, since, 0, 0)
+    script.call("backfill", limit.field, limit.value, since, 0, 0)
     checked = []
     for number in range(400):
         script.now += 100 * MS
@@ -256,21 +256,21 @@ def test_a_new_month_begins_without_the_ledger_and_is_checked_against_it(client:
     script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
     script.now = int(datetime(2026, 11, 30, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
     _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
-    script.call("recall", limit.field, limit.value, since, 90, 90)
+    script.call("backfill", limit.field, limit.value, since, 90, 90)
     assert ask(script, "a", limit, 11, PER_TOKEN)[0] == 0
     script.now += 2 * SECOND
     # A late answer about the old month is ignored.
-    script.call("recall", limit.field, limit.value, since, 95, 95)
+    script.call("backfill", limit.field, limit.value, since, 95, 95)
     assert ask(script, "b", limit, 50, PER_TOKEN)[6:] == [0, script.now]
-    script.call("recall", limit.field, limit.value, script.now, 30, 30)
+    script.call("backfill", limit.field, limit.value, script.now, 30, 30)
     assert ask(script, "c", limit, 21, PER_TOKEN)[0] == 0
     assert ask(script, "d", limit, 20, PER_TOKEN)[0] == 1
 
 
-def test_what_is_recalled_of_the_last_month_makes_no_state(client: redis.Redis):
+def test_what_is_backfilled_of_the_last_month_makes_no_state(client: redis.Redis):
     script, limit = Script(client), Limit("tenant:b", "tenant", "b", 100)
     script.now = int(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC).timestamp()) * SECOND
     _, _, since = ask(script, "a", limit, 1, PER_TOKEN)
     script.now += 2 * SECOND
-    script.call("recall", limit.field, limit.value, since, 90, 90)
+    script.call("backfill", limit.field, limit.value, since, 90, 90)
     assert ask(script, "a", limit, 1, PER_TOKEN) == [UNKNOWN, 0, script.now]

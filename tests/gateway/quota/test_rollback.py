@@ -27,7 +27,7 @@ from testing.gateway.quotas import settle, take
 from testing.gateway.rows import row
 from testing.gateway.running import until
 from testing.ports import free_port
-from tests.gateway.quota.test_recall import PRICE, Gateways, quota_of, spent
+from tests.gateway.quota.test_usage_backfill import PRICE, Gateways, quota_of, spent
 from tests.gateway.redis.test_sentinel import started
 
 

@@ -329,7 +329,7 @@ async def test_latest_outlives_newer_versions_that_are_not_ready(catalog: Catalo
     assert [await meaning(catalog, acme, text) for text in ("pirate", "pirate@1")] == [99, None]
 
 
-async def test_recalled_usage_counts_names_with_any_version_of_the_content(
+async def test_backfilled_usage_counts_names_with_any_version_of_the_content(
     catalog: Catalog, acme: Tenant, database: Database
 ):
     """`other` serves the content of `pirate` as its version 1, so its usage counts against the limits of `pirate`."""

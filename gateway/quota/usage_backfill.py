@@ -1,4 +1,4 @@
-"""Recall of a budget's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
+"""Backfill of a budget's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
 
 The script (quota.lua) admits nothing on a limit without state, nor while it drops another server's states. It also
 merges the sums that several gateways copy at once, so that nothing counts twice.
@@ -21,9 +21,9 @@ from gateway.records.money.usage_sums import ALL, UsagePart
 
 log = logging.getLogger(__name__)
 
-# The script's reply if it needs the past usage of limits first, and how often the recall is tried.
+# The script's reply if it needs the past usage of limits first, and how often the backfill is tried.
 UNKNOWN = 2
-RECALL_TRIES = 3
+BACKFILL_TRIES = 3
 # Pause between two calls while the script drops another server's states, and the time limit of a request for that.
 DROP_PAUSE_SECONDS, DROP_SECONDS = 0.025, 5.0
 
@@ -58,13 +58,13 @@ class Used(NamedTuple):
     days: tuple[int, ...] = ()
 
 
-class Recall:
-    """Recall of lost usage. script: `QuotaStore.script`. past: None without a ledger, that is without earlier usage."""
+class UsageBackfill:
+    """Backfill of lost usage. script: `QuotaStore.script`. past: None without a ledger, so without earlier usage."""
 
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # (tenant id, field, moment) -> the running recall. All requests that need it wait for the same task.
+        # (tenant id, field, moment) -> the running backfill. All requests that need it wait for the same task.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
         # Tenant id -> lock of the request that waits for the end of a drop.
         self._drops: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -72,11 +72,11 @@ class Recall:
     async def acquire(
         self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
     ) -> list[Any]:
-        """Recall the usage that Redis has lost and repeat the call. Return its reply.
+        """Backfill the usage that Redis has lost and repeat the call. Return its reply.
 
         reply: the one to the first call, UNKNOWN. Raises Unavailable for Redis and the ledger.
         """
-        for _ in range(RECALL_TRIES):
+        for _ in range(BACKFILL_TRIES):
             if len(reply) == 1:
                 reply = await self._dropped(tenant_id, call)
             unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)] if reply[0] == UNKNOWN else []
@@ -105,16 +105,16 @@ class Recall:
             raise unavailable() from None
 
     async def load(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
-        """Recall the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""
+        """Backfill the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""
         for task in [self._start(tenant_id, limit, since) for limit, since in unknown]:
             await asyncio.shield(task)
 
     def reload(self, tenant_id: str, limit: Limit, since: int) -> None:
-        """Repeat a recall in the background, for rows that have reached the ledger since the last one."""
+        """Repeat a backfill in the background, for rows that have reached the ledger since the last one."""
         self._start(tenant_id, limit, since)
 
     async def close(self) -> None:
-        """Cancel the running recalls."""
+        """Cancel the running backfills."""
         for task in self._running.values():
             task.cancel()
         if self._running:
@@ -138,7 +138,7 @@ class Recall:
     async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
         used = await self.used(tenant_id, limit, since)
         counted, known, days = repr(used.counted), used.total, used.days
-        await self._script(tenant_id, "recall", limit.field, limit.value, since, counted, known, *days)
+        await self._script(tenant_id, "backfill", limit.field, limit.value, since, counted, known, *days)
 
     async def used(self, tenant_id: str, limit: Limit, since: int) -> Used:
         """Return the usage before a moment (microseconds, Redis' clock). Raises Unavailable."""

@@ -1,4 +1,4 @@
-"""A month's spending and a day's tokens that Redis lost are recalled from the ledger: completely, and once."""
+"""A month's spending and a day's tokens that Redis lost are backfilled from the ledger: completely, and once."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ from gateway.limits.kinds import BUDGET, BY_LETTER
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
-from gateway.quota.recall import DAY, HOUR, still_counted
+from gateway.quota.usage_backfill import DAY, HOUR, still_counted
 from gateway.records.database import Database
 from gateway.records.money.prices import Price
 from gateway.records.money.usage_report import UsageReport
@@ -221,7 +221,7 @@ async def test_requests_at_once_ask_the_ledger_once(server: ValkeyServer, record
     quota = Quota(redis, 10.0, 30, past=Counting(records, BASE_MODEL))
     answers = await asyncio.gather(*(take(quota, who, 1) for _ in range(60)), return_exceptions=True)
     assert sum(not isinstance(answer, RateLimited) for answer in answers) == 50
-    # Further ones only check the recalled sum, at growing intervals.
+    # Further ones only check the backfilled sum, at growing intervals.
     assert asked < 30
     await quota.close()
     await redis.aclose()
