@@ -61,7 +61,7 @@ SLOW = (
     "gateway/fleet/test_fleet.py",
     "e2e/browser/test_history.py",
     "kernels/gpu/test_paged_attention.py",
-    "gateway/quota/test_growth.py",
+    "gateway/quota/test_growing_hold.py",
     "gateway/api/reports/test_exports.py",
     "gateway/api/inference/test_time_limits.py",
     "gateway/api/adapters/test_adapters.py",

@@ -43,7 +43,8 @@ class Request(Protocol):
 class Speeds:
     """Tokens a second of a choice by engine, from the moment at which it got the request to the end of its answer.
 
-    A speed follows a quantile by stochastic approximation, as the expected completions do (gateway/quota/growth.py).
+    A speed follows a quantile by stochastic approximation, as the expected completions do
+    (gateway/quota/growing_hold.py).
     """
 
     def __init__(self) -> None:

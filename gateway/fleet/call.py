@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     # Imported for type checking only: settings import the engine kinds, and these modules import settings.
     from gateway.fleet.engine import EngineRecord
     from gateway.fleet.own_requests import NamedBody
-    from gateway.quota.growth import Hold
+    from gateway.quota.growing_hold import Hold
     from gateway.records.adapters.catalog import Model
     from gateway.records.tenants.tenants import Tenant
 

@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.errors import RateLimited
 from gateway.quota.demand import Demand
-from gateway.quota.growth import Expectations, Hold, Pace
+from gateway.quota.growing_hold import Expectations, Hold, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import GAUGE_WAIT_MS, Grown
 from gateway.quota.refusals import cut_off

@@ -21,10 +21,10 @@ from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
 from gateway.quota.late_settlements import LateSettlements
+from gateway.quota.lease_notes import read_notes
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
-from gateway.quota.open_leases import read_notes
 from gateway.quota.peek import Left, peek
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal

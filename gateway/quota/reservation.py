@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.quota.growth import Hold
+from gateway.quota.growing_hold import Hold
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

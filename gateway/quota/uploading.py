@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gateway.quota.demand import Demand
-from gateway.quota.growth import Hold
+from gateway.quota.growing_hold import Hold
 from gateway.quota.limits import Limit
 
 # Bytes that an upload of unknown size holds at first. Its hold grows by half of the bytes received.

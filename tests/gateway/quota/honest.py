@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from engine.answering.report import REPORT_SECONDS
-from gateway.quota.growth import Expectations, Pace
+from gateway.quota.growing_hold import Expectations, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.records.money.prices import FREE

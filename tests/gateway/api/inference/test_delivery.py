@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.fleet.answers import read_answer
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
-from gateway.quota import growth
+from gateway.quota import growing_hold
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from testing.serving import serving
@@ -93,7 +93,7 @@ async def test_a_reader_beyond_its_buffer_holds_the_engine_back_and_no_place(ser
 async def test_an_answer_that_is_not_read_holds_all_that_it_may_use(
     serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(growth, "FIRST", 500.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 500.0)
     upstream.keeps_allowances = True
     async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
         slow = await gateway.tenant("slow", **MANY)
@@ -104,7 +104,7 @@ async def test_an_answer_that_is_not_read_holds_all_that_it_may_use(
 async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_no_room(
     serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(growth, "FIRST", 1.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
     async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
         slow = await gateway.tenant("slow", tokens_per_minute=5000)
         other = asyncio.create_task(slow.complete(max_tokens=1000, x_engine={"delay": 60}))

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import redis
 
-from gateway.quota import growth
-from gateway.quota.growth import MARGIN, Expectations, Pace
+from gateway.quota import growing_hold
+from gateway.quota.growing_hold import MARGIN, Expectations, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.records.money.prices import FREE
@@ -72,7 +72,7 @@ def test_a_tenants_mixtures_displace_no_other_tenants_expectations():
     for _ in range(100):
         expectations.learn("quiet", "m", 5000, 0)
     before = expectations.expect("quiet", "m")
-    for number in range(growth.KNOWN + 1):
+    for number in range(growing_hold.KNOWN + 1):
         expectations.learn("many", f"mixture {number}", 1, 0)
     assert expectations.expect("quiet", "m") == before >= 4000
 
@@ -184,14 +184,14 @@ async def grown_until_full(
 ) -> Any:
     """An answer of up to 200 tokens that holds 65 of them at first, of a tenant whose other request holds all but 23 of
     the window. Return it, the tenant and its engine's counts."""
-    monkeypatch.setattr(growth, "FIRST", 1.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
     tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit=how)
     upstream.paused = True
     options = {"stream_options": {"include_usage": True}} if stream else {}
     long = {"tokens": 200, "pause": True, "delay": 0.002}
     answer = asyncio.create_task(tenant.chat(stream=stream, max_tokens=200, x_engine=long, **options))
     await until(lambda: asyncio.sleep(0, any(each["completion_tokens"] for each in upstream.finished.values())))
-    monkeypatch.setattr(growth, "FIRST", 1000.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1000.0)
     other = asyncio.create_task(tenant.chat(max_tokens=190, x_engine={"tokens": 190, "delay": 60}))
     await until(lambda: asyncio.sleep(0, len(upstream.requests) == 2))
     upstream.paused = False
@@ -256,7 +256,7 @@ def calls_of_streams(monitor: redis.client.Monitor, client: redis.Redis) -> list
 async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
     serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, client: redis.Redis
 ):
-    monkeypatch.setattr(growth, "FIRST", 1.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
     # An engine without any delay would end at its allowance.
     upstream.keeps_allowances = False
     async with serve() as gateway:
@@ -275,7 +275,7 @@ async def test_a_stream_with_room_is_never_cut_and_asks_seldom(
 
 
 async def test_whole_answers_hold_what_they_need(gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(growth, "FIRST", 1.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
     # All of max_tokens would be held by two of them only.
     tenant = await gateway.tenant("acme", tokens_per_minute=700)
     asked = {"max_tokens": 240, "x_engine": {"tokens": 120, "delay": 0.005}}
@@ -318,7 +318,7 @@ async def test_a_whole_answer_without_room_to_grow_is_shortened(
 async def test_an_engine_that_leaves_within_a_report_has_not_begun_to_answer(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(growth, "FIRST", 1.0)
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
     tenant = await gateway.tenant("acme", tokens_per_minute=10_000)
     got = await tenant.chat(max_tokens=240, x_engine={"tokens": 120, "drop_after": 50})
     assert got.status in (502, 503)
