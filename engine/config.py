@@ -215,7 +215,9 @@ class ServerConfig:
     adapter_cache_bytes: int = option(16 * 2**30, least=1, is_size=True, help="Size limit of the local copies.")
     lora_modules: tuple[tuple[str, Path], ...] = option((), help="Adapter folders to serve under given names.")
     max_waiting: int = option(1024, least=0, help="Maximum waiting requests; further requests get 503.")
-    finished_file: Path | None = option(None, help="File that keeps the usage of finished requests over restarts.")
+    usage_log: Path | None = option(
+        None, former="--finished-file", help="File of the usage log, which keeps requests' token counts over restarts."
+    )
     tool_call_parser: ToolFormatName | None = option(
         None, help="Format of tool calls; default: from the chat template."
     )

@@ -186,7 +186,7 @@ def _build_recovery(resources: Resources, billing: Billing, serving: Serving) ->
 
     seconds, engines = resources.settings.lease_seconds / 3, OwnEngines(listed)
     return LeaseRecovery(
-        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, engines, seconds
+        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.usage_logs, engines, seconds
     )
 
 

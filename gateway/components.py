@@ -10,7 +10,7 @@ from gateway.access.peppers import split_peppers
 from gateway.access.sessions import Sessions
 from gateway.access.throttle import FailedLogins
 from gateway.billing.account import Accounting
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.journal import Journal, journal_folder, report_others
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream
@@ -108,7 +108,7 @@ class Billing:
     quota: Quota
     stream: UsageStream
     ledger: Ledger
-    finished: FinishedClient
+    usage_logs: UsageLogClient
     accounting: Accounting
 
 
@@ -205,8 +205,8 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
         UsagePast(database, bases),
         settings.redis_check,
     )
-    finished = FinishedClient(resources.session, settings.internal_token)
-    return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
+    usage_logs = UsageLogClient(resources.session, settings.internal_token)
+    return Billing(quota, stream, ledger, usage_logs, Accounting(quota, ledger, resources.metrics, usage_logs))
 
 
 def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:

@@ -35,14 +35,15 @@ class ByDevice:
 class Option:
     """Flag of a configuration's field.
 
-    flag: its name, if it is not the field's. by_device: default that depends on the device. least, most: inclusive
-    bounds of a number. above: exclusive lower bound.
+    flag: its name, if it is not the field's. former: the name in earlier releases, which is accepted too. by_device:
+    default that depends on the device. least, most: inclusive bounds of a number. above: exclusive lower bound.
     is_size: whether it is a number of bytes, which the command line also accepts as `4GiB`. env: the environment
     variable that replaces the flag.
     """
 
     help: str
     flag: str | None = None
+    former: str | None = None
     by_device: ByDevice | None = None
     least: float | None = None
     most: float | None = None

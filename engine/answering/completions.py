@@ -55,7 +55,7 @@ class GenerationRoutes:
     models: ModelRegistry
     metrics: Metrics
     tool_format: ToolFormat | None
-    finished: UsageLog
+    usage_log: UsageLog
     defaults: SamplingDefaults
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
@@ -177,7 +177,7 @@ class GenerationRoutes:
         with group:
             run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
-                run.keep_counts(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
+                run.keep_counts(self.usage_log.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
                     # Each token resumes the frames of this task only, not those of the handlers around it.

@@ -76,7 +76,7 @@ class Server:
         self._in_flight: InFlight | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
-        self._finished: UsageLog | None = None
+        self._usage_log: UsageLog | None = None
         self._states: StateFeed | None = None
         self._tracing = tracing
         self._draining = False
@@ -107,6 +107,7 @@ class Server:
         app.router.add_post("/v1/load_lora_adapter", self._route(EngineRoutes.load_adapter))
         app.router.add_post("/v1/unload_lora_adapter", self._route(EngineRoutes.unload_adapter))
         app.router.add_get("/state", self._route(EngineRoutes.state))
+        # The usage log keeps the path of earlier releases, because gateways ask engines of another release too.
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
         app.router.add_post("/service", self._route(EngineRoutes.add_service))
@@ -125,9 +126,9 @@ class Server:
     async def start(self, progress: Progress | None = None) -> None:
         """Load tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
         try:
-            self._finished = UsageLog(self._server_config.finished_file)
+            self._usage_log = UsageLog(self._server_config.usage_log)
         except (ValueError, OSError) as error:
-            raise ConfigError("finished_file", str(error)) from error
+            raise ConfigError("usage_log", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
         # Before the weights, whose reading may take minutes.
@@ -153,11 +154,11 @@ class Server:
             models,
             self._metrics,
             format_of(tokenizer.tool_template) if parser is None else FORMATS[parser],
-            self._finished,
+            self._usage_log,
             defaults,
         )
         digest = await asyncio.to_thread(base_digest, Path(self._config.model))
-        self._states = StateFeed(core, models, self._finished, digest)
+        self._states = StateFeed(core, models, self._usage_log, digest)
         self._throughput_log = asyncio.create_task(log_throughput(core))
         prober = Prober(facts, self._in_flight, models, digest)
         self._routes = EngineRoutes(
@@ -165,7 +166,7 @@ class Server:
             core,
             models,
             self._metrics,
-            self._finished,
+            self._usage_log,
             self._states,
             prober,
         )
@@ -207,8 +208,8 @@ class Server:
             await asyncio.wait([self._throughput_log])
         if self._states is not None:
             await self._states.close()
-        if self._finished is not None:
-            self._finished.close()
+        if self._usage_log is not None:
+            self._usage_log.close()
 
     def say_draining(self) -> None:
         num_requests = 0 if self._in_flight is None else self._in_flight.number

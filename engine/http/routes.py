@@ -58,7 +58,7 @@ class EngineRoutes:
     core: Core
     models: ModelRegistry
     metrics: Metrics
-    finished: UsageLog
+    usage_log: UsageLog
     states: StateFeed
     prober: Prober
 
@@ -136,13 +136,13 @@ class EngineRoutes:
         if not 0 <= wait <= MAX_WAIT_S:
             raise BadRequest("wait", f"wait: expected a number of seconds from 0 to {MAX_WAIT_S:g}.")
         if wait:
-            await self.finished.wait(ids, wait)
-        return json_response(FinishedRequestList([found for id_ in ids if (found := self.finished.get(id_))]))
+            await self.usage_log.wait(ids, wait)
+        return json_response(FinishedRequestList([found for id_ in ids if (found := self.usage_log.get(id_))]))
 
     async def raise_allowance(self, request: web.Request) -> web.Response:
         """Raise the token allowance of a gateway's running request."""
         body = decode(AllowanceRequest, await read_body(request))
-        return json_response(AllowanceRaised(self.finished.allow(body.id, body.tokens)))
+        return json_response(AllowanceRaised(self.usage_log.allow(body.id, body.tokens)))
 
     async def add_service(self, request: web.Request) -> web.Response:
         """Charge tenants for service that they received at other engines."""

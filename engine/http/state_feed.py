@@ -37,12 +37,12 @@ class StateFeed:
         self,
         core: Core,
         models: ModelRegistry,
-        finished: UsageLog,
+        usage_log: UsageLog,
         base_digest: str | None = None,
     ) -> None:
         self._core = core
         self._models = models
-        self._finished = finished
+        self._usage_log = usage_log
         self.base_digest = base_digest
         self._instance = uuid.uuid4().hex
         self._revision = 0
@@ -179,9 +179,9 @@ class StateFeed:
             generated_tokens=state.num_generated_tokens,
             prefix_hit_tokens=state.prefix_hit_tokens,
             prefix_query_tokens=state.prefix_query_tokens,
-            ended_requests=self._finished.num_ended,
-            ended_prompt_tokens=self._finished.prompt_tokens,
-            ended_completion_tokens=self._finished.completion_tokens,
+            ended_requests=self._usage_log.num_ended,
+            ended_prompt_tokens=self._usage_log.prompt_tokens,
+            ended_completion_tokens=self._usage_log.completion_tokens,
             tenants=[
                 TenantShare(t.tenant_id, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
                 for t in state.tenants

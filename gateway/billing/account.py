@@ -11,7 +11,7 @@ from typing import Any
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.attempts import Attempts
 from gateway.billing.charges import Charge, Ending, Used, charge
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
@@ -256,9 +256,9 @@ class Account:
 class Accounting:
     """Accounts of this process. Background tasks close them, so that the cancellation of a handler cannot stop it."""
 
-    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, finished: FinishedClient) -> None:
+    def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, usage_logs: UsageLogClient) -> None:
         self._quota = quota
-        self._finished = finished
+        self._usage_logs = usage_logs
         self._ledger = ledger
         self._metrics = metrics
         self._speeds = Speeds()
@@ -331,7 +331,9 @@ class Accounting:
         outcome = None
         for engine in account.attempts.to_ask(account.ending):
             try:
-                outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
+                outcome = await self._usage_logs.outcome(
+                    engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS
+                )
             except TimeoutError:
                 if await self._hand_over(account, engine, ended):
                     return

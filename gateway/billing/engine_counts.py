@@ -23,8 +23,8 @@ AWAY_SECONDS = 0.25
 PAGE = 50
 
 
-class FinishedClient:
-    """Client for our own engines. Its calls have the internal token, so no other URL may be asked."""
+class UsageLogClient:
+    """Client for the usage logs of our own engines. Its calls have the internal token, so no other URL may be asked."""
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.lease_data import lease_weights
 from gateway.billing.ledger import Ledger
 from gateway.billing.own_engines import OwnEngines
@@ -46,7 +46,7 @@ class LeaseRecovery:
         stream: UsageStream,
         ledger: Ledger,
         metrics: Metrics,
-        finished: FinishedClient,
+        usage_logs: UsageLogClient,
         engines: OwnEngines,
         every_seconds: float,
     ) -> None:
@@ -54,7 +54,7 @@ class LeaseRecovery:
         self._stream = stream
         self._ledger = ledger
         self._metrics = metrics
-        self._finished = finished
+        self._usage_logs = usage_logs
         self._engines = engines
         self._every_seconds = every_seconds
         self._turn = 0
@@ -111,7 +111,7 @@ class LeaseRecovery:
     async def _ask(self, leases: list[ExpiredLease]) -> Answers:
         ids = [lease.reservation.request_id for lease in leases]
         urls = self._engines.to_ask(lease.progress.engine_url for lease in leases if lease.progress is not None)
-        answers = await asyncio.gather(*(self._finished.ask(url, ids) for url in urls))
+        answers = await asyncio.gather(*(self._usage_logs.ask(url, ids) for url in urls))
         return dict(zip(urls, answers, strict=True))
 
     async def _settle(self, lease: ExpiredLease, outcome: FinishedRequest) -> None:

@@ -133,7 +133,8 @@ def _click_option(name: str, option: Option, kind: Any, default: Any) -> Callabl
     if kind is bool:
         return click.option(name, flag if default is False else f"{flag}/--no-{flag[2:]}", is_flag=True, **settings)
     repeats = get_origin(kind) is tuple and default == ()
-    return click.option(name, flag, type=_click_type(option, kind), multiple=repeats, **settings)
+    names = (flag,) if option.former is None else (flag, option.former)
+    return click.option(name, *names, type=_click_type(option, kind), multiple=repeats, **settings)
 
 
 def _click_type(option: Option, kind: Any) -> Any:

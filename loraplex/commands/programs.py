@@ -79,7 +79,7 @@ def _server_config(flags: dict[str, Any], internal_token_file: Path | None) -> S
         raise click.UsageError("--api-key is empty")
     if server.gateways and not server.advertise_url and server.host in ANY_HOST:
         raise click.UsageError(f"--gateway with --host {server.host} needs --advertise-url as well")
-    _check_parent("--finished-file", server.finished_file)
+    _check_parent("--usage-log", server.usage_log)
     for _, folder in server.lora_modules:
         if not folder.is_dir():
             raise click.ClickException(f"--lora-modules: no such folder: {folder}")

@@ -225,12 +225,12 @@ class LocalService:
             argv = vllm.command(self.config, base, model, urlsplit(url).port or 0)
             own = vllm.environment(self.data.adapters, self.secrets.internal_token, os.environ)
             return await self.processes.start(name, argv, {**own, **pin.environment}, pin.cpus)
-        finished = self.data.root / "finished"
-        finished.mkdir(mode=0o700, exist_ok=True)
+        usage_logs = self.data.root / "finished"
+        usage_logs.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
             *("engine", "--model", model, "--served-model-name", base),
             *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(urlsplit(url).port)),
-            *("--finished-file", str(finished / name)),
+            *("--usage-log", str(usage_logs / name)),
             *pin.flags,
             *shlex.split(self.config.engine_args),
         )

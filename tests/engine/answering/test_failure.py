@@ -52,7 +52,7 @@ else:
     program.FAILED_EXIT_S = 300.0
 config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", kv_cache_memory=8 << 20,
                       adapter_memory=4 << 20, max_lora_rank=16, max_num_seqs=8)
-server = ServerConfig(port=0, internal_token="secret", finished_file=Path(sys.argv[2]))
+server = ServerConfig(port=0, internal_token="secret", usage_log=Path(sys.argv[2]))
 sys.exit(program.run(config, server, ready=lambda port: print("ready", port, flush=True)))
 """
 

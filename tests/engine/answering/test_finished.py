@@ -22,7 +22,7 @@ PROMPT = "The quick brown fox"
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     file = tmp_path_factory.mktemp("finished") / "file"
-    running = RunningServer(model, internal_token=TOKEN, finished_file=file)
+    running = RunningServer(model, internal_token=TOKEN, usage_log=file)
     yield running
     running.close()
 

