@@ -80,7 +80,7 @@ class Settings:
     engine_timeout: types.Seconds = 300.0
     # An engine that does not report its state for this long is down; its requests without a first byte are sent to
     # another engine.
-    engine_silence: types.Seconds = 5.0
+    engine_heartbeat_timeout: types.Seconds = 5.0
     # Length of a quarantine, and the time for which an engine's death counts.
     quarantine_seconds: types.Seconds = 600.0
     # Days for which audit entries of tenants' own changes are kept; operators' entries are not removed.
@@ -119,10 +119,10 @@ class Settings:
     import_hub: types.Text = "https://huggingface.co"
     # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: types.Number | None = None
-    # A client with unread bytes of an answer is disconnected if it reads less than `least_read_rate` bytes a second for
+    # A client with unread bytes of an answer is disconnected if it reads less than `min_read_rate` bytes a second for
     # this long.
     client_timeout: types.Seconds = 60.0
-    least_read_rate: types.Rate = 1024.0
+    min_read_rate: types.Rate = 1024.0
     # Maximum size of an answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed
     # it is refused.
     max_answer_bytes: types.Bytes = 8 * 2**20
@@ -215,8 +215,8 @@ class Settings:
         problems, names = Problems(), [f.name for f in fields(cls)]
         for name in sorted(set(overrides) - set(names)):
             problems.add(name, f"unknown setting; known are: {', '.join(names)}")
-        for variable, meant in _misspelt(environ, names):
-            problems.add(variable, f"unknown setting; did you mean {meant}?")
+        for variable, problem in _unknown(environ, names):
+            problems.add(variable, problem)
         hints = get_type_hints(cls, include_extras=True)
         # Values by field, without the wrong ones.
         values: dict[str, Any] = {}
@@ -239,6 +239,10 @@ class Settings:
         problems.report()
         return cls(**values)
 
+
+# Variables of earlier releases, without the prefix, and their names now. A former name is refused, because a setting
+# that is not read would change the gateway silently.
+RENAMED = {"ENGINE_SILENCE": "ENGINE_HEARTBEAT_TIMEOUT", "LEAST_READ_RATE": "MIN_READ_RATE"}
 
 # Conditions on several settings: the setting that the error names, the other settings, a function of their values in
 # this order that returns whether they fit, and the error.
@@ -291,14 +295,18 @@ def _read(environ: Mapping[str, str], variable: str) -> str | None:
         raise SettingsError(error.field, error.message) from error
 
 
-def _misspelt(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield variables that look like misspelt settings, each with the setting that is probably meant.
+def _unknown(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield variables with a setting's former name, or that look like misspelt settings, each with its error.
 
     Other unknown names are accepted, because other programs of the project read `LORAPLEX_*` too.
     """
     known = [name.upper() for name in names]
     for variable in sorted(environ):
         suffix = variable.removeprefix(PREFIX).removesuffix(SUFFIX)
-        if variable.startswith(PREFIX) and suffix not in known:
-            for close in difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
-                yield variable, PREFIX + close
+        if not variable.startswith(PREFIX) or suffix in known:
+            continue
+        if now := RENAMED.get(suffix):
+            yield variable, f"the setting is now named {PREFIX}{now}"
+            continue
+        for close in difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
+            yield variable, f"unknown setting; did you mean {PREFIX}{close}?"

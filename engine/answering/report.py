@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 WRITE_SECONDS = 30.0
 # The same for a gateway, which waits for its own client and cuts it off by a rule of its own. A gateway stops reading
 # at 1 MiB unread (LORAPLEX_READER_BUFFER_BYTES) and reads again once a quarter is left. A client that it does not cut
-# off reads 1 KiB/s (LORAPLEX_LEAST_READ_RATE), so that takes at most 768 s.
+# off reads 1 KiB/s (LORAPLEX_MIN_READ_RATE), so that takes at most 768 s.
 GATEWAY_WRITE_SECONDS = 900.0
 PIECE_BYTES = 64 << 10
 # Unread bytes up to which a write returns at once: less than the event loop's limit of 64 KiB, HTTP's framing included.

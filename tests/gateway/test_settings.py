@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.access.credentials import MIN_BITS, guess_bits
-from gateway.settings import Settings, SettingsError
+from gateway.settings import RENAMED, Settings, SettingsError
 from testing.gateway.running import ADMIN_KEY, PEPPER
 from testing.gateway.upstream import TOKEN
 
@@ -37,6 +37,15 @@ def test_the_environment_then_overrides(environ: dict[str, str]):
 
 def test_what_other_programs_read_is_not_ours_to_refuse(environ: dict[str, str]):
     Settings.load(environ | {"LORAPLEX_GATEWAY": "http://x", "LORAPLEX_TEST_CACHE": "y", "PORT": "z"})
+
+
+@pytest.mark.parametrize("form", ["", "_FILE"])
+@pytest.mark.parametrize(("former", "now"), RENAMED.items())
+def test_a_former_name_is_refused_with_the_name_now(former: str, now: str, form: str, environ: dict[str, str]):
+    with pytest.raises(SettingsError, match=f"the setting is now named LORAPLEX_{now}$") as refused:
+        Settings.load(environ | {f"LORAPLEX_{former}{form}": "5"})
+    assert refused.value.field == f"LORAPLEX_{former}{form}"
+    assert now.lower() in Settings.__dataclass_fields__
 
 
 def test_secrets_are_not_shown(environ: dict[str, str]):
@@ -81,7 +90,7 @@ def test_the_short_form_for_one_base_model_is_both_settings_or_none(environ: dic
         ("ADMIN_KEY", "loraplex-admin-secret-key"),
         ("MODEL_DIR", "/no/such/folder"),
         ("REDIS_TIMEOUT", "0"),
-        ("ENGINE_SILENCE", "0"),
+        ("ENGINE_HEARTBEAT_TIMEOUT", "0"),
         ("DRAIN_DELAY", "-1"),
         ("DATABASE_WAIT", "nan"),
         ("MAX_MODEL_LEN", "-5"),

@@ -337,6 +337,6 @@ def make_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
         metrics,
         reader_bytes=settings.reader_buffer_bytes,
         total_bytes=settings.answer_memory_bytes,
-        least_rate=settings.least_read_rate,
+        least_rate=settings.min_read_rate,
         window=settings.client_timeout,
     )

@@ -156,5 +156,5 @@ async def test_a_cancellation_during_the_check_hides_no_death():
 def test_an_engine_waits_for_a_gateway_as_long_as_its_slowest_client_may_take(tmp_path: Path, model_dir: Path):
     of = settings(tmp_path, model_dir, ["http://one:1"], "redis://unused")
     # A full buffer is read from again once a quarter is left.
-    longest = 0.75 * of.reader_buffer_bytes / of.least_read_rate
+    longest = 0.75 * of.reader_buffer_bytes / of.min_read_rate
     assert longest < report.GATEWAY_WRITE_SECONDS < 1.25 * longest

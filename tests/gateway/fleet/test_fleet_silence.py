@@ -14,7 +14,7 @@ async def test_requests_without_a_first_byte_leave_a_silent_engine(
     tmp_path: Path, model_dir: Path, redis_url: str, stream: bool
 ):
     async with Upstream().serving() as one, Upstream().serving() as two:
-        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=4.0)
+        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_heartbeat_timeout=4.0)
         async with running(of) as gateway:
             acme = await gateway.tenant("acme")
 
@@ -52,7 +52,7 @@ async def test_requests_without_a_first_byte_leave_a_silent_engine(
 
 async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path, model_dir: Path, redis_url: str):
     async with Upstream().serving() as one, Upstream().serving() as two:
-        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=4.0)
+        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_heartbeat_timeout=4.0)
         async with running(of) as gateway:
             acme = await gateway.tenant("acme")
             await becomes(lambda: one.followers == two.followers == 1)

@@ -120,7 +120,7 @@ async def test_a_request_that_waits_for_a_connection_to_a_silent_engine_is_not_b
     died = []
     monkeypatch.setattr(Quarantine, "died", lambda self, engine, *request: died.append(engine.url))
     async with Upstream().serving() as one, Upstream().serving() as two:
-        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=2.0)
+        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_heartbeat_timeout=2.0)
         async with running(of) as gateway:
             acme = await gateway.tenant("acme")
 

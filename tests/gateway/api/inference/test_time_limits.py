@@ -115,7 +115,7 @@ async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any
 
 
 async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(serve: Any, upstream: Upstream):
-    async with serve(engine_timeout=1.0, engine_silence=1.0) as gateway:
+    async with serve(engine_timeout=1.0, engine_heartbeat_timeout=1.0) as gateway:
         acme = await gateway.tenant("acme")
 
         async def is_followed() -> bool:

@@ -101,7 +101,7 @@ async def test_an_export_ends_at_its_deadline(
 
 
 async def test_a_reader_that_keeps_up_with_the_least_rate_gets_the_whole_file(serve: Any, ask: Ask, database: Database):
-    async with serve(client_timeout=0.5, least_read_rate=100_000.0, **SMALL) as gateway:
+    async with serve(client_timeout=0.5, min_read_rate=100_000.0, **SMALL) as gateway:
         await fill(database, ROWS)
         reader, got = await ask(gateway, LOG), b""
         while not got.endswith(b"0\r\n\r\n"):
