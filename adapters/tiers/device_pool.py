@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from adapters.manifest import BaseShape
+from adapters.tiers.adapter_preemption import Claim, choose_victims
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size, refusal
 from adapters.tiers.embedding_head_lora import upload_embedding_head_lora
@@ -24,7 +25,6 @@ from adapters.tiers.eviction import Resident
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
-from adapters.tiers.preemption import Claim, choose_victims
 from adapters.tiers.reservations import Amount, PageReservation, Reservations
 from adapters.tiers.residents import Residents
 from adapters.tiers.tier_state import EvictionReason, TierState
