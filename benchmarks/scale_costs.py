@@ -21,9 +21,10 @@ from benchmarks import quota_latency
 from gateway.fleet import engine_service
 from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.candidates import choose_in
-from gateway.fleet.engine import Address, EngineRecord, EngineState, parse_state
+from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.health import Condition, Health
+from gateway.fleet.kinds.loraplex import parse_state
 from gateway.fleet.queue import Capacity, Place, RequestQueue
 from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters

@@ -74,7 +74,7 @@ class Loraplex(EngineKind):
         return self._token
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
-        return _parse_state(await self.get(engine, "/state"))
+        return parse_state(await self.get(engine, "/state"))
 
     async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
         async with self._session.get(
@@ -88,7 +88,7 @@ class Loraplex(EngineKind):
             # A proxy that buffers streams may answer with another type. The engine is then polled.
             if response.status == 200 and response.content_type == STATE_STREAM:
                 async for line in response.content:
-                    yield _parse_state(line)
+                    yield parse_state(line)
 
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         headers = {
@@ -179,7 +179,7 @@ class Loraplex(EngineKind):
             )
 
 
-def _parse_state(line: bytes) -> EngineState:
+def parse_state(line: bytes) -> EngineState:
     """Decode an engine's report. Raises MsgspecError."""
     reported = msgspec.json.decode(line, type=dict[str, Any])
     state = msgspec.convert({**reported, "reported": {}}, EngineState)
