@@ -123,8 +123,8 @@ def figures(report: dict[str, Any]) -> list[Figure]:
             found += [Figure(f"{name}: TTFT p{p}", "s", percentile(with_others, p)) for p in (50, 99)]
             if report["baseline"] and name in report["baseline"]["tenants"]:
                 without, beside = (percentile(ttfts(r, name), 99) for r in (report["baseline"], run))
-                is_known = beside and without and math.isfinite(without)
-                found.append(Figure(f"{name}: p99 over p99 alone", "", beside / without if is_known else None))
+                ratio = beside / without if beside and without and math.isfinite(without) else None
+                found.append(Figure(f"{name}: p99 over p99 alone", "", ratio))
         if len(closed) > 1 or name not in closed:
             share = fairness["tenants"][name]["of_entitled"]
             found.append(Figure(f"{name}: of its share", "%", None if share is None else 100 * share))

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
@@ -104,7 +105,7 @@ async def refused(attacker: Attacker) -> None:
     await dear(attacker, 16, make)
 
 
-async def completions_in_turn(attacker: Attacker, bodies: list[dict]) -> None:
+async def completions_in_turn(attacker: Attacker, bodies: list[dict[str, Any]]) -> None:
     async def one(index: int) -> None:
         turn = index
         while attacker.going:
@@ -122,12 +123,12 @@ async def completions_in_turn(attacker: Attacker, bodies: list[dict]) -> None:
     honest="token-ids-free",
 )
 async def token_ids(attacker: Attacker) -> None:
-    served = [
+    served: list[dict[str, Any]] = [
         {"logit_bias": {str(i): 100 for i in range(1024)}},
         {"bad_words": [f"word{i}" * 6 for i in range(400)]},
         {"seed": -(2**63), "n": 16, "stop": ["a" * 1024] * 16},
     ]
-    refused = [
+    refused: list[dict[str, Any]] = [
         {"allowed_token_ids": [2**31 - 1]},
         {"allowed_token_ids": list(range(200_000))},
         {"allowed_token_ids": [2**26 - 1, 5]},

@@ -124,7 +124,7 @@ def huge_values() -> dict[str, bytes]:
 
 async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None:
     """Return the neighbour's own greedy answer, requested with the neighbour's key."""
-    body = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": words}]}
+    body: dict[str, object] = {"model": attacker.target.base_model, "messages": [{"role": "user", "content": words}]}
     body |= {"temperature": 0, "max_tokens": 12, "cache_salt": str(random.random())}
     headers = {"Authorization": f"Bearer {attacker.target.neighbour_key}"}
     answer = await attacker.call("POST", "/v1/chat/completions", json=body, headers=headers)
