@@ -9,7 +9,8 @@ drifts (docs/lab-notes.md). vLLM starts once in a round. The load is that of `lo
 `examples/scenarios/` in the forms of `fairness_patterns.py`, in their own length with --full. Loraplex runs as
 `loraplex up` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats, and without the
 patterns whose tenants have adapters. A round of all patterns takes about 11 minutes on two cores, without vLLM. Prints
-Markdown tables: median (least to greatest) over the rounds.
+Markdown tables: median (least to greatest) over the rounds. After each load, while the server is idle, the generator's
+own overhead is measured against an echo server.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from testing.stack import CACHE, Stack, data_dir, loraplex
 SCHEDULERS = ("fair", "fcfs")
 VLLM = "vllm"
 JAIN, SERVICE = "Jain's index", "service of all a second"
+DIFFERENCE, GENERATOR = "largest difference of service in a window, of the mean", "load generator"
 SEATS = 64
 NO_LIMITS = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**4}
 # Seconds beside the load for each service: its start and end, and the benchmark's own start and warm-up.
@@ -104,7 +106,7 @@ def measure(pattern: Pattern, server: Server, folder: Path) -> dict[str, Any]:
         flags += ["--tenants", known]
     else:
         flags += ["--url", server.url]
-    done = loraplex("bench", *map(str, flags), "--accept-errors", "--no-overhead", timeout=1800)
+    done = loraplex("bench", *map(str, flags), "--accept-errors", timeout=1800)
     if done.returncode:
         raise RuntimeError(f"{pattern.name}: {done.stderr}")
     report: dict[str, Any] = json.loads(out.read_text())
@@ -135,6 +137,25 @@ def figures(report: dict[str, Any]) -> list[Figure]:
         *found,
         Figure(JAIN, "", fairness["jain_entitled"]),
         Figure(SERVICE, "", service / fairness["until"]),
+        *_difference(fairness),
+        *_overhead(report["overhead"]),
+    ]
+
+
+def _difference(fairness: dict[str, Any]) -> list[Figure]:
+    """Return the largest windowed difference of service between backlogged tenants, if two were ever backlogged."""
+    difference = fairness["largest_difference"]
+    return [] if difference is None else [Figure(DIFFERENCE, "%", 100 * difference["of_mean"])]
+
+
+def _overhead(overhead: dict[str, Any] | None) -> list[Figure]:
+    """Return what the generator adds to a time to first token, and its highest rate, against an echo server."""
+    if overhead is None:
+        return []
+    added = [(p, overhead["ttft"][f"p{p}"]) for p in (50, 99)]
+    return [
+        *(Figure(f"{GENERATOR}: adds to a TTFT, p{p}", "ms", None if s is None else 1000 * s) for p, s in added),
+        Figure(f"{GENERATOR}: most requests a second", "", overhead["max_requests_per_second"]),
     ]
 
 

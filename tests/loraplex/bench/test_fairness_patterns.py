@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fairness import START_SECONDS
+from benchmarks.fairness import DIFFERENCE, GENERATOR, START_SECONDS, figures, table
 from benchmarks.fairness_patterns import LONG, SHORT, Pattern, text_of
 from loraplex.bench.scenario import Scenario
 
@@ -36,6 +36,42 @@ def test_a_short_form_requests_the_same_service_a_second(pattern: Pattern):
 
 def test_a_round_of_all_patterns_takes_eleven_minutes():
     assert 2 * sum(pattern.longest + START_SECONDS for pattern in SHORT) <= MOST_SECONDS
+
+
+REPORT = {
+    "runs": [
+        {
+            "fairness": {
+                "until": 10.0,
+                "tenants": {
+                    "one": {"service": 100.0, "of_entitled": 1.0},
+                    "two": {"service": 80.0, "of_entitled": 0.8},
+                },
+                "jain_entitled": 0.98,
+                "largest_difference": {"of_mean": 0.25},
+            },
+            "tenants": {"one": {"failed": 0}, "two": {"failed": 0}},
+        }
+    ],
+    "load": {"sources": [{"name": name, "arrival": {"kind": "closed"}} for name in ("one", "two")]},
+    "overhead": {"ttft": {"p50": 0.0012, "p99": 0.0034}, "max_requests_per_second": 900.0},
+}
+
+
+def test_figures_have_the_largest_windowed_difference_and_the_generators_overhead():
+    lines = table("weights", {"fair": [figures(REPORT)]}).splitlines()
+    assert f"| {DIFFERENCE} | 25 % |" in lines
+    assert f"| {GENERATOR}: adds to a TTFT, p50 | 1.20 ms |" in lines
+    assert f"| {GENERATOR}: adds to a TTFT, p99 | 3.40 ms |" in lines
+    assert f"| {GENERATOR}: most requests a second | 900 |" in lines
+
+
+def test_tenants_that_were_never_backlogged_together_have_no_difference():
+    [run] = REPORT["runs"]
+    alone = REPORT | {"runs": [run | {"fairness": run["fairness"] | {"largest_difference": None}}], "overhead": None}
+    names = [figure.name for figure in figures(alone)]
+    assert DIFFERENCE not in names
+    assert not [name for name in names if name.startswith(GENERATOR)]
 
 
 def _service(tenant: dict, rate: str, length: str) -> float:
