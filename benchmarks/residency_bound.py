@@ -65,7 +65,8 @@ def bound(request: Stream, streams: Sequence[Stream], machine: Machine) -> float
     credit = 0.0
     for other in {s.tenant for s in beside} - {request.tenant}:
         lead = max(0.0, before - _served(streams, other, machine, request.sent))
-        credit += lead + growth + _CONFIG.fair_slack
+        # A tenant that begins to wait may be behind by the slack, and within it the nearest request goes first.
+        credit += lead + growth + 2 * _CONFIG.fair_slack
     # Seconds in which the prompts of a step in progress compute a token, beside its decodes.
     token_s = machine.row * (1 + 1 / (_CONFIG.prefill_stretch - 1))
     unit_s, pages = token_s, 0.0

@@ -91,11 +91,14 @@ class Tenants:
     The counter of a tenant that begins to wait is raised to the least counter of the waiting tenants. If none waits, it
     is raised to that of the tenant whose request last left the queue (VTC, algorithm 2, lines 6 to 14), or to the least
     counter of the running tenants if that is more: long streams are served on after the last request has left the
-    queue. So neither idling nor low demand earns credit. A tenant with nothing running whose waiting requests have all
-    lacked their adapters' pages could not be served: after `BLOCKED_S` it does not count as waiting.
+    queue. So neither idling nor low demand earns credit beyond `credit`. A tenant with nothing running whose waiting
+    requests have all lacked their adapters' pages could not be served: after `BLOCKED_S` it does not count as waiting.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: float = 0.0) -> None:
+        """credit: service per weight by which a tenant that begins to wait may be below the counter described above, if
+        it was that far behind. Tenants that begin to wait one after the other do not add up their credits.
+        """
         self.accounts: dict[str, ServiceAccount] = {}
         self.waiting: dict[str, ServiceAccount] = {}
         # The tenants that wait for each adapter, and for the base model (None).
@@ -105,6 +108,8 @@ class Tenants:
         self._last_admitted = 0.0
         self._last_tenant: ServiceAccount | None = None
         self._window_began = 0.0
+        self._credit = credit
+        self._highest_frontier = 0.0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -123,9 +128,10 @@ class Tenants:
             account = self.accounts[request.tenant_id] = ServiceAccount(request.tenant_id)
         if not near_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
             frontier = self._frontier(account, now, near_among)
+            least = self._least_counter(frontier)
             account.waiting_since = now
             if account.counter <= frontier:
-                account.counter, account.elsewhere = frontier, 0.0
+                account.counter, account.elsewhere = max(account.counter, least), 0.0
         self._num_active += not account.num_active
         account.num_active += 1
         account.weight = request.weight
@@ -223,7 +229,9 @@ class Tenants:
     def _frontier(
         self, entering: ServiceAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
     ) -> float:
-        """Return the counter to which a tenant is raised when it begins to wait. entering: this tenant's account."""
+        """Return the counter to which a tenant without credit is raised when it begins to wait. entering: its
+        account.
+        """
         near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
         others = [account for account in self.accounts.values() if account is not entering]
         waiting = [
@@ -237,16 +245,24 @@ class Tenants:
             self._last_admitted = max(self._last_admitted, self._last_tenant.counter)
         return max(self._last_admitted, min([a.counter for a in others if a.num_running], default=0.0))
 
+    def _least_counter(self, frontier: float) -> float:
+        """Return the counter to which a tenant is raised when it begins to wait.
+
+        The credit counts from the highest frontier so far: tenants that still have theirs lower the present one.
+        """
+        self._highest_frontier = max(self._highest_frontier, frontier)
+        return min(frontier, self._highest_frontier - self._credit)
+
     def _forget_idle(self) -> None:
-        """Drop the accounts of idle tenants that are not above the frontier, to which a returning tenant is raised
+        """Drop the accounts of idle tenants that are not above the counter to which a returning tenant is raised
         anyway. Without active tenants, every counter restarts at zero.
         """
         if not self._num_active:
             self.accounts.clear()
-            self._last_tenant, self._last_admitted = None, 0.0
+            self._last_tenant, self._last_admitted, self._highest_frontier = None, 0.0, 0.0
         elif len(self.accounts) > 2 * self._num_active + 64:
-            frontier = self._frontier()
-            self.accounts = {t: a for t, a in self.accounts.items() if a.num_active or a.counter > frontier}
+            least = self._least_counter(self._frontier())
+            self.accounts = {t: a for t, a in self.accounts.items() if a.num_active or a.counter > least}
 
     def _roll(self, now: float) -> None:
         """Begin a new window of the reported shares when the current one is full."""
@@ -269,8 +285,9 @@ def _delete(queue: list[Request], request: Request) -> None:
 class TenantPolicy:
     """Base of policies: the part of `Policy` that does not depend on the order of requests."""
 
-    def __init__(self) -> None:
-        self._tenants = Tenants()
+    def __init__(self, credit: float = 0.0) -> None:
+        """credit: see `Tenants`."""
+        self._tenants = Tenants(credit)
 
     def __len__(self) -> int:
         return len(self._tenants)

@@ -167,8 +167,8 @@ def test_a_light_tenants_prompt_does_not_wait_behind_prompts_without_room() -> N
         assert quiet.num_computed, machine.steps[-1]
 
 
-def test_prompts_of_tenants_that_give_way_are_not_in_a_light_tenants_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, the flood's next prompts filled the rest of the step, which delayed the quiet tenant's first token."""
+def prompts_beside_a_flood(monkeypatch: pytest.MonkeyPatch, burst: int) -> list[Counter[str]]:
+    """Let a quiet tenant send bursts of so many requests, 0.1 s apart. Return the prompt tokens of each step."""
     machine, plans = Machine(row_s=0.0007), list[Counter[str]]()
     schedule = machine.engine.schedule
 
@@ -183,10 +183,22 @@ def test_prompts_of_tenants_that_give_way_are_not_in_a_light_tenants_step(monkey
     for i in range(64):
         machine.ask(i * 0.003, "flood", 64, 16, again=True)
     for second in range(5, 25):
-        machine.ask(second, "quiet", 64, 4)
+        for number in range(burst):
+            machine.ask(second + 0.1 * number, "quiet", 64, 4)
     machine.run(30)
+    return plans
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_prompts_of_tenants_that_give_way_are_not_in_a_light_tenants_step(
+    monkeypatch: pytest.MonkeyPatch, burst: int
+) -> None:
+    """Before, the flood's next prompts filled the rest of the step, which delayed the quiet tenant's first token. In
+    bursts they still did: after the first prompts the quiet tenant was ahead of the flood, and no longer light.
+    """
+    plans = prompts_beside_a_flood(monkeypatch, burst)
     beside = [plan for plan in plans if plan["quiet"]]
-    assert sum(plan["quiet"] for plan in beside) == 20 * 64
+    assert sum(plan["quiet"] for plan in beside) == 20 * 64 * burst
     assert not any(plan["flood"] for plan in beside)
     assert sum(plan["flood"] for plan in plans) > 20 * 64
 

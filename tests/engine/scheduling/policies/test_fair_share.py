@@ -279,9 +279,10 @@ def test_counters_do_not_pile_up_once_everybody_has_left() -> None:
     assert share.counter("tenant-3") == 0.0
 
 
-def test_counters_of_tenants_that_came_and_went_do_not_pile_up() -> None:
+@pytest.mark.parametrize("slack", [0.0, 256.0])
+def test_counters_of_tenants_that_came_and_went_do_not_pile_up(slack: float) -> None:
     """Counters do not pile up on an engine that is never idle. A tenant that was ahead is still ahead after a pause."""
-    fair_share = FairShare()
+    fair_share = FairShare(slack)
     busy, ahead = request("busy"), request("ahead")
     enter(fair_share, busy)
     enter(fair_share, ahead)
