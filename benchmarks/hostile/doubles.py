@@ -81,20 +81,21 @@ class LargeVllm(VllmDouble):
         entry = {f"token {number}": -1.5 for number in range(20)}
         texts = {"top_logprobs": [entry] * (LARGE_ANSWER_BYTES // len(json.dumps(entry, separators=(",", ":"))))}
         choice = {"index": 0, "text": "aa", "logprobs": texts | {"tokens": []}, "finish_reason": "length"}
-        self._choices = json.dumps([choice], separators=(",", ":")).encode()
+        choices = memoryview(json.dumps([choice], separators=(",", ":")).encode())
+        self._choices = [choices[start : start + PIECE_BYTES] for start in range(0, len(choices), PIECE_BYTES)]
 
     async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
         await asyncio.sleep(TOKEN_SECONDS * body["max_tokens"])
         if body.get("stream") or body.get("logprobs") is None:
             return await super()._answer(request, body, is_chat)
-        head = json.dumps(envelope(body))[:-1].encode()
-        whole = head + b', "choices": ' + self._choices + b', "usage": ' + json.dumps(usage(2)).encode() + b"}"
+        head = json.dumps(envelope(body))[:-1].encode() + b', "choices": '
+        pieces: list[bytes | memoryview] = [head, *self._choices, b', "usage": ' + json.dumps(usage(2)).encode() + b"}"]
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
-        response.content_length = len(whole)
+        response.content_length = sum(map(len, pieces))
         await response.prepare(request)
-        # This process answers the neighbour's chats too, which must not wait for the whole answer.
-        for start in range(0, len(whole), PIECE_BYTES):
-            await response.write(whole[start : start + PIECE_BYTES])
+        # This process answers the neighbour's chats too, which wait neither for the whole answer nor for a copy of it.
+        for piece in pieces:
+            await response.write(piece)
             await asyncio.sleep(0)
         return response
 
