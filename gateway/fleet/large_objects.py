@@ -7,6 +7,7 @@ piece is read closely only where a field of interest begins or ends.
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 
 import msgspec
 from msgspec import Raw
@@ -18,6 +19,9 @@ PIECE_BYTES, PART_BYTES = 2**16, 2**11
 MAX_PASSES = 16
 # The field whose elements' fields are found too, and the depth of these.
 LISTED, LISTED_DEPTH = "choices", 3
+
+Turn = Callable[[], Awaitable[None]]
+"""Awaited before each piece. It ends in a turn of the event loop in which the piece may be handled."""
 
 _OTHER = bytes(set(range(256)) - set(b'"[]{}'))
 _TOKEN = re.compile(rb'"[^"]*"?|[]\[{}:,]')
@@ -34,15 +38,20 @@ class LargeObject(dict[str, Raw]):
         self.elements: list[dict[str, Raw]] = []
 
 
-async def read_object(text: bytes | bytearray) -> LargeObject:
+async def next_turn() -> None:
+    """Let other tasks run once."""
+    await asyncio.sleep(0)
+
+
+async def read_object(text: bytes | bytearray, turn: Turn = next_turn) -> LargeObject:
     """Return the fields of a JSON object. Values are not checked beyond the ends of their strings and brackets.
 
     Raises msgspec.DecodeError.
     """
     scanner, at = _Scanner(text), 0
     while at < len(text):
+        await turn()
         at = scanner.read_piece(at)
-        await asyncio.sleep(0)
     return scanner.end()
 
 

@@ -148,7 +148,9 @@ class Completions:
                 await delivery.reserve(size)
 
         is_own = not answering.engine.address.traits.has_own_secret
-        answer = await read_answer(answering.response, self._max_answer_bytes, reserve, is_own=is_own)
+        answer = await read_answer(
+            answering.response, self._max_answer_bytes, reserve, is_own=is_own, turn=delivery.take_turn
+        )
         answering.end()
         account.observe_answer(answer)
         if account.is_beyond_hold:

@@ -21,6 +21,7 @@ from gateway.fleet.large_objects import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.sharing.shared_capacity import SharedCapacity
+from gateway.sharing.start_limiter import CLOCK_SECONDS, StartLimiter
 from wire.bounded_dict import BoundedDict
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 FREE_BYTES = 2**16
 # Bytes of HTTP's framing that a write adds to its data, at most.
 FRAMING_BYTES = 64
+# Pieces of a tenant's large answers after which it rests for CLOCK_SECONDS. They take some tenths of a millisecond.
+PIECES_PER_REST = 4
 LOOK_SECONDS = 0.5
 # Minimum time over which a client's rate is measured while others wait for memory.
 PRESSURE_SECONDS = 2.0
@@ -68,6 +71,10 @@ class Delivery:
         if size > FREE_BYTES:
             await self._deliveries.wait_for_room(self, self.unread + size)
 
+    async def take_turn(self) -> None:
+        """Wait for a turn of the event loop in which a piece of the tenant's large answers may be handled."""
+        await self._deliveries.take_turn(self.owner)
+
     def whole(self, parts: list[bytes | memoryview]) -> "bytes | WholeBody":
         """Return the body of a whole answer that is written next. parts: its bytes, in order."""
         size = sum(map(len, parts))
@@ -87,10 +94,10 @@ class Delivery:
         self._limit_buffer(body.length)
         try:
             for piece in body.pieces():
+                await self.take_turn()
                 self._written += len(piece)
                 self.reserved -= len(piece)
                 await writer.write(piece)
-                await asyncio.sleep(0)
         finally:
             self.reserved = 0
             self._limit_buffer(self._deliveries.reader_bytes)
@@ -179,6 +186,9 @@ class Deliveries:
         self._capacity = SharedCapacity(total_bytes)
         self._least_rate = least_rate
         self._window = window
+        self._piece_limiter = StartLimiter()
+        # Tenant -> pieces of its large answers since its last rest.
+        self._pieces = BoundedDict[str, int](MAX_OWNERS)
         self._open: dict[asyncio.WriteTransport, Delivery] = {}
         # Answers that wait for memory, with their sizes, the longest waiting first.
         self._waiting: dict[asyncio.Event, tuple[Delivery, int]] = {}
@@ -213,6 +223,18 @@ class Deliveries:
             raise
         finally:
             delivery.is_open = False
+
+    async def take_turn(self, owner: str) -> None:
+        """Wait for a turn of the event loop in which a piece of a tenant's large answers may be handled.
+
+        Another tenant's chat needs some two dozen turns. If each of a tenant's large answers had a piece in each turn,
+        four of them delayed it by as much as its own work takes.
+        """
+        await self._piece_limiter.begin(owner)
+        number = self._pieces.get(owner, 0) + 1
+        if number == PIECES_PER_REST:
+            self._piece_limiter.rest(owner, CLOCK_SECONDS)
+        self._pieces.put(owner, number % PIECES_PER_REST)
 
     def hold(self, delivery: Delivery, size: int) -> None:
         """Set a delivery's share of the common memory to `size` bytes."""

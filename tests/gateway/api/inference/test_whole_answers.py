@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import msgspec
@@ -15,10 +16,11 @@ from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
 from gateway.api.inference import completions
-from gateway.api.inference.delivery import WholeBody
+from gateway.api.inference.delivery import PIECES_PER_REST, WholeBody
 from gateway.errors import UpstreamFailed
 from gateway.fleet.answers import read_answer
 from gateway.fleet.large_objects import PIECE_BYTES
+from gateway.sharing.start_limiter import StartLimiter
 from testing.gateway.running import until
 from tests.gateway.api.conftest import Ask
 from tests.gateway.api.inference.test_delivery import MANY, UNREAD, metric
@@ -60,6 +62,48 @@ async def test_others_run_between_the_pieces_of_an_answer_that_is_received():
         fields = await read_answer(response, 2**23, reserve, is_own=True)
     assert len(fields["pad"]) == LARGE + 2
     assert turns[0] >= LARGE // PIECE_BYTES
+
+
+async def test_each_piece_of_an_answer_is_received_and_scanned_in_a_turn_of_its_own():
+    answer = msgspec.json.encode({"id": "x", "pad": "x" * LARGE})
+    content = aiohttp.StreamReader(Mock(), 2**30)
+    content.feed_data(answer)
+    content.feed_eof()
+    response = cast(Any, SimpleNamespace(content_length=len(answer), content=content, headers=CIMultiDict()))
+    turns = Mock(side_effect=lambda: asyncio.sleep(0))
+    fields = await read_answer(response, 2**23, AsyncMock(), turn=turns)
+    assert len(fields["pad"]) == LARGE + 2
+    assert turns.call_count >= 2 * (LARGE // PIECE_BYTES)
+
+
+async def test_a_tenant_has_one_piece_of_all_its_large_answers_in_a_turn_and_rests(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A neighbour's chat needs some two dozen turns, and waits for all pieces in each of them."""
+    write, rest, sent, rests = StreamWriter.write, StartLimiter.rest, list[int](), list[str]()
+
+    async def recorded(self: StreamWriter, chunk: Any, **options: Any) -> None:
+        if len(chunk) > PIECE_BYTES // 2:
+            sent.append(turns[0])
+        await write(self, chunk, **options)
+
+    def counted(self: StartLimiter, owner: str, seconds: float) -> None:
+        rests.append(owner)
+        rest(self, owner, seconds)
+
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        monkeypatch.setattr(StreamWriter, "write", recorded)
+        monkeypatch.setattr(StartLimiter, "rest", counted)
+        async with turns_counted() as turns:
+            got = await asyncio.gather(*(acme.complete(x_engine={"pad": LARGE}) for _ in range(4)))
+    assert [answer.status for answer in got] == [200] * 4
+    assert len(sent) >= 4 * (LARGE // (2 * PIECE_BYTES))
+    assert max(Counter(sent).values()) == 1
+    assert len(set(rests)) == 1
+    # Pieces are received too, and some of them are smaller than PIECE_BYTES.
+    received = 2 * (LARGE // PIECE_BYTES)
+    assert len(rests) >= (received + len(sent)) // PIECES_PER_REST
 
 
 async def test_a_large_answer_is_sent_in_pieces_between_which_others_run(serve: Any, monkeypatch: pytest.MonkeyPatch):
