@@ -43,7 +43,7 @@ class Aside(Protocol):
 
 
 class AdapterStore(Protocol):
-    """A store. root: a local folder for spools. parts: the bytes of unfinished uploads.
+    """A store. root: a local folder for spools. upload_parts: the bytes of unfinished uploads.
 
     list: yields the digests of all adapters; incomplete: also of those with a part of their files, for the collector.
 

@@ -226,7 +226,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         base_names=lambda: bases.names,
         store=resources.store,
         uses=RecentUses(redis, settings.redis_timeout),
-        silence_seconds=settings.engine_heartbeat_timeout,
+        heartbeat_timeout=settings.engine_heartbeat_timeout,
     )
     kinds = make_kinds(services)
     health_checks = HealthChecks(resources.session, kinds, bases, settings.internal_token)

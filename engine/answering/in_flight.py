@@ -87,7 +87,7 @@ class InFlight:
         """
         self._check_room(0, "")
         group = SequenceGroup(self, [new.request_id for new in sequences])
-        self._core.add(sequences, rules)  # sent at the end of this turn, so no event of theirs comes before
+        self._core.add(sequences, rules)  # sent at the end of this iteration, so no event of theirs comes before
         for i, new in enumerate(sequences):
             self._groups[new.request_id] = (group, i)
         self._drained.clear()

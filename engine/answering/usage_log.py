@@ -76,7 +76,7 @@ class UsageLog:
         if magic == bytes(16):
             self._write_header()
         elif (magic, slots) != (MAGIC, num_slots):
-            raise ValueError(f"{path}: expected a file of {num_slots} finished requests, found something else")
+            raise ValueError(f"{path}: expected a usage log of {num_slots} requests, found something else")
         else:
             self._next, self.num_ended, self.prompt_tokens, self.completion_tokens = rest
             self._recover()

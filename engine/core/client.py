@@ -1,7 +1,7 @@
 """The front's side of the messages: a loaded engine's core as the server sees it.
 
-Commands of one turn of the event loop leave in one frame. A link carries frames to the core, which may run in a thread
-of this process or in a process of its own; everything else is the same.
+Commands of one iteration of the event loop leave in one frame. A link carries frames to the core, which may run in a
+thread of this process or in a process of its own; everything else is the same.
 """
 
 import asyncio
@@ -199,7 +199,7 @@ class Core:
             self._calls.pop(call, None)
 
     def _send(self, command: messages.Command) -> None:
-        """Queue a command for this turn's frame. Encoded here, so that an error is the caller's own."""
+        """Queue a command for this iteration's frame. Encoded here, so that an error is the caller's own."""
         encoded = msgspec.Raw(messages.encode(command))
         if not self._commands:
             self._event_loop.call_soon(self._flush)

@@ -1,8 +1,8 @@
 """Messages between a front and its core, in both directions: data only, msgpack on the wire.
 
 The front tokenizes, detokenizes and speaks HTTP; the core schedules, steps, and has everything that steps read:
-adapters in host memory, compiled grammars, masks. A frame to the core has the front's commands of one turn of its event
-loop, in order. A frame to the front has one event; a step is one event.
+adapters in host memory, compiled grammars, masks. A frame to the core has the front's commands of one iteration of its
+event loop, in order. A frame to the front has one event; a step is one event.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
-from gateway.fleet.large_objects import PIECE_BYTES, LargeObject, Turn, next_turn, read_object
+from gateway.fleet.large_objects import PIECE_BYTES, BeforePiece, LargeObject, read_object, yield_once
 from gateway.fleet.traits import Traits
 from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_OVERLOADED, ENGINE_UNAVAILABLE, GENERATION_FAILED
 from wire.http_errors import HTTP_ERRORS
@@ -151,13 +151,13 @@ async def read_answer(
     seconds: float = BODY_SECONDS,
     *,
     is_own: bool = False,
-    turn: Turn = next_turn,
+    before_piece: BeforePiece = yield_once,
 ) -> Fields:
     """Read a whole JSON answer. reserve: awaited with the answer's size before its body is read.
 
     is_own: whether it is an answer of our engine, whose fields are taken unread by their lengths in its header. Without
-    that header (the previous release) they are found like other engines'. turn: awaited before each whole piece.
-    Raises AnswerTooLarge, UpstreamFailed.
+    that header (the previous release) they are found like other engines'. before_piece: awaited before each whole
+    piece. Raises AnswerTooLarge, UpstreamFailed.
     """
     size = response.content_length
     if size is not None and size > limit:
@@ -169,7 +169,7 @@ async def read_answer(
         async with asyncio.timeout(seconds) as patience:
             while chunk := await response.content.read(PIECE_BYTES):
                 if len(chunk) == PIECE_BYTES:
-                    await turn()
+                    await before_piece()
                 body += chunk
                 if len(body) > limit:
                     raise AnswerTooLarge(limit)
@@ -177,7 +177,7 @@ async def read_answer(
     except HTTP_ERRORS as error:
         raise _how_it_broke(error) from error
     lengths = response.headers.get(FIELDS_HEADER) if is_own else None
-    return await read_fields(body, "answer", turn) if lengths is None else slice_fields(body, lengths)
+    return await read_fields(body, "answer", before_piece) if lengths is None else slice_fields(body, lengths)
 
 
 async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
@@ -248,12 +248,12 @@ class EngineLost(EngineBroke):
     code = "engine_died"
 
 
-async def read_fields(data: bytes | bytearray, subject: str, turn: Turn = next_turn) -> Fields:
+async def read_fields(data: bytes | bytearray, subject: str, before_piece: BeforePiece = yield_once) -> Fields:
     """Return the fields of a JSON object; those of a large one are found in pieces. Raises UpstreamFailed."""
     if len(data) <= LARGE_BYTES:
         return decode_fields(data, subject)
     try:
-        return await read_object(data, turn)
+        return await read_object(data, before_piece)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UpstreamFailed(f"The engine's {subject} is not valid JSON.") from error
 

@@ -12,16 +12,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from msgspec import Raw
 
-# Bytes of a large answer that are received or scanned in one turn of the event loop, in 0.1 to 0.5 ms; up to twice as
-# many are sent. The scanner reads smaller parts of them closely.
+# Bytes of a large answer that are received or scanned in one iteration of the event loop, in 0.1 to 0.5 ms; up to twice
+# as many are sent. The scanner reads smaller parts of them closely.
 PIECE_BYTES, PART_BYTES = 2**16, 2**11
 # Passes over a piece's brackets, each of which removes the innermost pairs. A piece with more levels is read closely.
 MAX_PASSES = 16
 # The field whose elements' fields are found too, and the depth of these.
 LISTED, LISTED_DEPTH = "choices", 3
 
-Turn = Callable[[], Awaitable[None]]
-"""Awaited before each piece. It ends in a turn of the event loop in which the piece may be handled."""
+BeforePiece = Callable[[], Awaitable[None]]
+"""Awaited before each piece. It ends in an iteration of the event loop in which the piece may be handled."""
 
 _OTHER = bytes(set(range(256)) - set(b'"[]{}'))
 _TOKEN = re.compile(rb'"[^"]*"?|[]\[{}:,]')
@@ -38,19 +38,19 @@ class LargeObject(dict[str, Raw]):
         self.elements: list[dict[str, Raw]] = []
 
 
-async def next_turn() -> None:
+async def yield_once() -> None:
     """Let other tasks run once."""
     await asyncio.sleep(0)
 
 
-async def read_object(text: bytes | bytearray, turn: Turn = next_turn) -> LargeObject:
+async def read_object(text: bytes | bytearray, before_piece: BeforePiece = yield_once) -> LargeObject:
     """Return the fields of a JSON object. Values are not checked beyond the ends of their strings and brackets.
 
     Raises msgspec.DecodeError.
     """
     scanner, at = _Scanner(text), 0
     while at < len(text):
-        await turn()
+        await before_piece()
         at = scanner.read_piece(at)
     return scanner.end()
 

@@ -313,7 +313,7 @@ class Quarantine:
             if report.engine == NO_ENGINE:
                 for left in report.left:
                     self._take_over(left, age, entry.process)
-                if not report.more:
+                if not report.continues:
                     self._deaths.end(entry.process)
             elif report.engine == ENDED_BY_OPERATOR:
                 for tenant_id in report.tenants:

@@ -100,7 +100,8 @@ class Report(msgspec.Struct):
 
     tenants: those of the process's requests there, or whose quarantine ended. suspects: the requests that broke.
     instance: the engine's, None if unknown. processes: those that must answer; none if no answer is expected. age:
-    seconds since the death. left: in the last report of a process. more: whether that report goes on in the next entry.
+    seconds since the death. left: in the last report of a process. continues: whether the report continues in the next
+    entry.
     """
 
     engine: str
@@ -110,7 +111,7 @@ class Report(msgspec.Struct):
     processes: list[str] = []
     age: float = 0.0
     left: list[OrphanedRequests] = []
-    more: bool = False
+    continues: bool = False
 
 
 class Entry(NamedTuple):
@@ -169,15 +170,15 @@ class SharedDeaths:
             self.processes = {each.decode() for each in found}
         return [
             Entry(_number(entry_id), process.decode(), report, max(0.0, now - _number(entry_id)[0]) / 1000)
-            for entry_id, (process, encoded, *more) in entries
-            if process != self.process.encode() and (report := _decode(encoded, more)) is not None
+            for entry_id, (process, encoded, *added) in entries
+            if process != self.process.encode() and (report := _decode(encoded, added)) is not None
         ]
 
     async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
         """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
         parts = _divide(left)
         for number, part in enumerate(parts, 1):
-            if await self.add(Report(NO_ENGINE, [], [], left=part, more=number < len(parts)), seconds) is None:
+            if await self.add(Report(NO_ENGINE, [], [], left=part, continues=number < len(parts)), seconds) is None:
                 return
         await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
 
@@ -233,14 +234,14 @@ def _number(entry_id: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in entry_id.split(b"-"))
 
 
-def _decode(encoded: bytes, more: Sequence[bytes]) -> Report | None:
-    """Return the report of an entry. more: the entry's further names and values; the previous release adds none."""
+def _decode(encoded: bytes, added: Sequence[bytes]) -> Report | None:
+    """Return the report of an entry. added: the entry's further names and values; the previous release adds none."""
     try:
         report = msgspec.json.decode(encoded, type=Report)
     except msgspec.DecodeError as error:
         log.warning("dropped a report of an engine's death that cannot be decoded: %s", error)
         return None
     if report.processes:
-        alive = dict(zip(more[::2], more[1::2], strict=False)).get(b"processes", b"")
+        alive = dict(zip(added[::2], added[1::2], strict=False)).get(b"processes", b"")
         report.processes = [*{*report.processes, *alive.decode().split()}]
     return report

@@ -1,10 +1,10 @@
 """Listening sockets whose new connections start in turn, by client address.
 
-libuv accepts one connection in each turn of the event loop, in the order of their arrival. Behind 500 connections of
-one client, another client's waited for 500 turns; beyond the system's queue of 128, its client tried again only after
-a second. So everything that has arrived is accepted at once, which takes 10 µs each. Accepted sockets wait unread, and
-each turn starts a few of each address. A waiting socket has no objects besides its own, so that garbage collections
-stay short.
+libuv accepts one connection in each iteration of the event loop, in the order of their arrival. Behind 500 connections
+of one client, another client's waited for 500 iterations; beyond the system's queue of 128, its client tried again only
+after a second. So everything that has arrived is accepted at once, which takes 10 µs each. Accepted sockets wait
+unread, and each iteration starts a few of each address. A waiting socket has no objects besides its own, so that
+garbage collections stay short.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ ACCEPTED_AT_ONCE, MAX_WAITING = 64, 2048
 # Maximum number of waiting sockets of one address; further ones are closed. The clients behind a load balancer or a
 # company's gateway share an address, and 1,000 of them may well connect at one moment.
 WAITING_PER_ADDRESS = MAX_WAITING // 2
-# Connections that start in one turn of the event loop: of all addresses, and of one. A start takes 0.3 ms.
-STARTS_PER_TURN, STARTS_PER_ADDRESS = 8, 1
+# Connections that start in one iteration of the event loop: of all addresses, and of one. A start takes 0.3 ms.
+STARTS_PER_ITERATION, STARTS_PER_ADDRESS = 8, 1
 # Pause after a failed `accept`, such as one without a free descriptor.
 PAUSE_SECONDS = 0.1
 # Interval of warnings of closed sockets.
@@ -122,8 +122,8 @@ class FairListener:
             self._loop.add_reader(listener, self._accept, listener)
 
     def _start_some(self) -> None:
-        """Start connections of the addresses in turn, and the next ones in the next turn of the event loop."""
-        for network in list(self._waiting)[:STARTS_PER_TURN]:
+        """Start connections of the addresses in turn, and the next ones in the next iteration."""
+        for network in list(self._waiting)[:STARTS_PER_ITERATION]:
             queue = self._waiting.pop(network)
             for _ in range(min(STARTS_PER_ADDRESS, len(queue))):
                 task = self._loop.create_task(self._start(queue.popleft()))

@@ -5,7 +5,7 @@ Without a bound, each connection with an unread body held the whole content of i
 connections.
 
 The end of a connection cancels its request, which takes 0.3 ms. The event loop learns of the ends of 500 clients in one
-turn if they leave at once, so each turn passes on a few of them.
+iteration if they leave at once, so each iteration passes on a few of them.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ READ_BYTES = 2**14
 # Limit of a read of an upload in bytes. Smaller reads would take 4 to 12 ms of the event loop per MiB.
 # The copies of a larger piece have pages of their own (gateway/serve.py), whose first use takes 1 ms for each MiB.
 LARGE_READ_BYTES = 2**17
-# Ends of connections that one turn of the event loop passes on.
-ENDS_PER_TURN = 4
+# Ends of connections that one iteration of the event loop passes on.
+ENDS_PER_ITERATION = 4
 
 
 class EndQueue:
-    """Ends of connections that are passed on to their handlers in the order of arrival, a few in each turn."""
+    """Ends of connections that are passed on to their handlers in the order of arrival, a few in each iteration."""
 
-    def __init__(self, each: int = ENDS_PER_TURN) -> None:
+    def __init__(self, each: int = ENDS_PER_ITERATION) -> None:
         self._each = each
         self._waiting: deque[tuple[asyncio.BaseProtocol, Exception | None]] = deque()
         self._num_passed = 0
 
     def add(self, handler: asyncio.BaseProtocol, error: Exception | None) -> None:
-        """Pass on the end of a handler's connection, in this turn if that is possible."""
+        """Pass on the end of a handler's connection, in this iteration if that is possible."""
         if self._num_passed < self._each and not self._waiting:
             self._pass_on(handler, error)
         else:

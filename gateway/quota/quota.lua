@@ -69,7 +69,7 @@
 --   BUDGET      micro-units of money in a period (UTC)
 --   PERIOD      of a budget: day, week (from Monday), month or 30 days
 --   ROLLING     of a rolling budget, which counts the last days: their number, with today
---   BACKFILLED    the ledger has its usage
+--   BACKFILLED  the ledger has its usage
 -- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 

@@ -1,4 +1,4 @@
-"""Pipeline of many callers' commands over one connection to Redis: one write for each round of the event loop.
+"""Pipeline of many callers' commands over one connection to Redis: one write for each iteration of the event loop.
 
 redis-py takes a connection from its pool for every call, which costs several times as much as the call itself
 (docs/perf/2026-11-21-gateway.md). Addresses, TLS, passwords and the protocol are still redis-py's.

@@ -20,10 +20,13 @@ CLOCK_SECONDS = 0.001
 
 
 class StartLimiter:
-    """Count of the requests that begin in each iteration of the running event loop. each: their maximum number."""
+    """Count of the requests that begin in each iteration of the running event loop.
 
-    def __init__(self, each: int = REQUESTS_PER_ITERATION) -> None:
-        self._each = each
+    per_iteration: their maximum number.
+    """
+
+    def __init__(self, per_iteration: int = REQUESTS_PER_ITERATION) -> None:
+        self._per_iteration = per_iteration
         # Owners whose request has begun in this iteration, and those whose request was released for the next one.
         self._begun: set[str] = set()
         self._released: set[str] = set()
@@ -73,7 +76,7 @@ class StartLimiter:
             self._next()
 
     def _may_begin(self, owner: str, begun: set[str]) -> bool:
-        return len(begun) < self._each and owner not in begun and owner not in self._rests
+        return len(begun) < self._per_iteration and owner not in begun and owner not in self._rests
 
     def _count(self) -> None:
         if not self._is_counting:
@@ -85,7 +88,7 @@ class StartLimiter:
         self._is_counting = False
         self._begun, self._released = self._released, set()
         for owner in [owner for owner in self._waiting if owner not in self._rests]:
-            if len(self._released) >= self._each:
+            if len(self._released) >= self._per_iteration:
                 break
             queue = self._waiting.pop(owner)
             while queue and self._may_begin(owner, self._released):

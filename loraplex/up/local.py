@@ -225,6 +225,7 @@ class LocalService:
             argv = vllm.command(self.config, base, model, urlsplit(url).port or 0)
             own = vllm.environment(self.data.adapters, self.secrets.internal_token, os.environ)
             return await self.processes.start(name, argv, {**own, **pin.environment}, pin.cpus)
+        # The folder has the name of earlier releases, so that an upgrade keeps its usage logs.
         usage_logs = self.data.root / "finished"
         usage_logs.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(

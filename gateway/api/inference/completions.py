@@ -149,7 +149,7 @@ class Completions:
 
         is_own = not answering.engine.address.traits.has_own_secret
         answer = await read_answer(
-            answering.response, self._max_answer_bytes, reserve, is_own=is_own, turn=delivery.take_turn
+            answering.response, self._max_answer_bytes, reserve, is_own=is_own, before_piece=delivery.wait_for_piece
         )
         answering.end()
         account.observe_answer(answer)

@@ -71,9 +71,9 @@ class Delivery:
         if size > FREE_BYTES:
             await self._deliveries.wait_for_room(self, self.unread + size)
 
-    async def take_turn(self) -> None:
-        """Wait for a turn of the event loop in which a piece of the tenant's large answers may be handled."""
-        await self._deliveries.take_turn(self.owner)
+    async def wait_for_piece(self) -> None:
+        """Wait for an iteration of the event loop in which a piece of the tenant's large answers may be handled."""
+        await self._deliveries.wait_for_piece(self.owner)
 
     def whole(self, parts: list[bytes | memoryview]) -> "bytes | WholeBody":
         """Return the body of a whole answer that is written next. parts: its bytes, in order."""
@@ -94,7 +94,7 @@ class Delivery:
         self._limit_buffer(body.length)
         try:
             for piece in body.pieces():
-                await self.take_turn()
+                await self.wait_for_piece()
                 self._written += len(piece)
                 self.reserved -= len(piece)
                 await writer.write(piece)
@@ -174,17 +174,17 @@ class Deliveries:
     """The connections of all clients that receive answers.
 
     reader_bytes: the unread bytes of a stream at which its engine is held back. total_bytes: the memory for all unread
-    answers, of which a tenant gets at most half, and with more than one answer no more than it leaves free. least_rate:
-    bytes a second that a client with unread bytes must read, on average over `window` seconds.
+    answers, of which a tenant gets at most half, and with more than one answer no more than it leaves free.
+    min_read_rate: bytes a second that a client with unread bytes must read, on average over `window` seconds.
     """
 
     def __init__(
-        self, metrics: Metrics, *, reader_bytes: int, total_bytes: int, least_rate: float, window: float
+        self, metrics: Metrics, *, reader_bytes: int, total_bytes: int, min_read_rate: float, window: float
     ) -> None:
         self._metrics = metrics
         self.reader_bytes = reader_bytes
         self._capacity = SharedCapacity(total_bytes)
-        self._least_rate = least_rate
+        self._min_read_rate = min_read_rate
         self._window = window
         self._piece_limiter = StartLimiter()
         # Tenant -> pieces of its large answers since its last rest.
@@ -224,11 +224,11 @@ class Deliveries:
         finally:
             delivery.is_open = False
 
-    async def take_turn(self, owner: str) -> None:
-        """Wait for a turn of the event loop in which a piece of a tenant's large answers may be handled.
+    async def wait_for_piece(self, owner: str) -> None:
+        """Wait for an iteration of the event loop in which a piece of the tenant's large answers may be handled.
 
-        Another tenant's chat needs some two dozen turns. If each of a tenant's large answers had a piece in each turn,
-        four of them delayed it by as much as its own work takes.
+        Another tenant's chat needs some two dozen iterations. If each of a tenant's large answers had a piece in each
+        iteration, four answers would delay the chat by as much as its own work takes.
         """
         await self._piece_limiter.begin(owner)
         number = self._pieces.get(owner, 0) + 1
@@ -303,7 +303,7 @@ class Deliveries:
                 self.hold(delivery, 0)
                 del self._open[transport]
             elif now - delivery.marked >= self._window:
-                if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
+                if delivery.taken - delivery.taken_at_mark < self._min_read_rate * self._window:
                     self.cut(delivery, f"{delivery.unread} bytes unread")
                 delivery.mark(now)
         if self._waiting or self._capacity.held > 3 * self._capacity.total // 4:
@@ -359,6 +359,6 @@ def make_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
         metrics,
         reader_bytes=settings.reader_buffer_bytes,
         total_bytes=settings.answer_memory_bytes,
-        least_rate=settings.min_read_rate,
+        min_read_rate=settings.min_read_rate,
         window=settings.client_timeout,
     )

@@ -42,8 +42,8 @@ class Misconfigured(Exception):
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects of this process that kinds use. base_names: returns the names of the base models. silence_seconds: an
-    engine that pushes its state sends a line every second and is down after this silence.
+    """Objects of this process that kinds use. base_names: returns the names of the base models. heartbeat_timeout: an
+    engine that pushes its state sends a line every second and is down after so many seconds without one.
     """
 
     session: ClientSession
@@ -51,7 +51,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     base_names: Callable[[], Collection[str]]
     store: AdapterStore
     uses: RecentUses
-    silence_seconds: float = 5.0
+    heartbeat_timeout: float = 5.0
 
 
 class EngineKind(ABC):

@@ -67,7 +67,7 @@ class Loraplex(EngineKind):
         super().__init__(services)
         self._token = {INTERNAL_TOKEN_HEADER: services.internal_token}
         self._stream_timeout = ClientTimeout(
-            total=None, sock_connect=HEALTH_TIMEOUT.total, sock_read=services.silence_seconds
+            total=None, sock_connect=HEALTH_TIMEOUT.total, sock_read=services.heartbeat_timeout
         )
 
     def headers(self, engine: EngineRecord) -> dict[str, str]:

@@ -98,7 +98,7 @@ async def test_calls_end_with_the_engine_whether_they_have_run_or_not():
     steps.start()
     calls = [asyncio.create_task(steps.call(function)) for function in (engine.work, int)]
     await asyncio.sleep(0)
-    steps._thread.join(20)  # the loop sees the end of the first call and the failure in one turn
+    steps._thread.join(20)  # the loop sees the end of the first call and the failure in one iteration
     ran, waited = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
     assert ran == 1
     assert isinstance(waited, EngineUnavailable)

@@ -151,7 +151,7 @@ async def test_a_farewell_with_many_requests_is_sent_in_bounded_entries(any_redi
     left = [OrphanedRequests(URLS[0], "i", ["a", "b" * 32], names), OrphanedRequests(URLS[1], "i", ["c"], [])]
     await leaving.leave(100.0, left)
     reports = [entry.report for entry in await other.read()]
-    assert [report.more for report in reports] == [True, True, False]
+    assert [report.continues for report in reports] == [True, True, False]
     found = [each for report in reports for each in report.left]
     assert [suspect for each in found for suspect in each.suspects] == names
     assert [each.tenants for each in found] == [["a", "b" * 32], ["b" * 32], ["b" * 32], ["c"]]
@@ -188,7 +188,7 @@ async def test_a_process_has_ended_when_its_whole_farewell_is_read(any_redis: An
             await processes.die(one, url, instance="i")
         assert still._shared is not None
         part = [OrphanedRequests("http://three:1", "i", ["b"], [])]
-        await still._shared.add(Report(NO_ENGINE, [], [], left=part, more=True), 100.0)
+        await still._shared.add(Report(NO_ENGINE, [], [], left=part, continues=True), 100.0)
         await one.read()
         assert not is_quarantined(one)
         await still._shared.leave(100.0)

@@ -94,7 +94,7 @@ async def test_other_tasks_run_between_the_pieces(kind: str, monkeypatch: pytest
     }[kind]
     raw = msgspec.json.encode({"id": "x", "choices": choices, "usage": {"prompt_tokens": 1}})
     assert len(raw) > size
-    closely = turns = 0
+    closely = iterations = 0
     read_closely = large_objects._Scanner._read_closely
 
     def counting(scanner: Any, part: bytes, start: int) -> None:
@@ -103,9 +103,9 @@ async def test_other_tasks_run_between_the_pieces(kind: str, monkeypatch: pytest
         read_closely(scanner, part, start)
 
     async def count() -> None:
-        nonlocal turns
+        nonlocal iterations
         while True:
-            turns += 1
+            iterations += 1
             await asyncio.sleep(0)
 
     monkeypatch.setattr(large_objects._Scanner, "_read_closely", counting)
@@ -113,5 +113,5 @@ async def test_other_tasks_run_between_the_pieces(kind: str, monkeypatch: pytest
     found = await read_fields(raw, "answer")
     counting_task.cancel()
     assert [choice.index for choice in decode_choices(found)] == [each["index"] for each in choices]
-    assert turns >= len(raw) // PIECE_BYTES
+    assert iterations >= len(raw) // PIECE_BYTES
     assert closely < len(raw) / 10

@@ -83,7 +83,7 @@ async def named(request: web.Request, handler: Any) -> web.StreamResponse:
 async def serving(handlers: Mapping[str, Any]) -> AsyncIterator[Reader]:
     """Serve handlers of GET by their paths, behind the middleware that makes errors into answers."""
     app = web.Application(middlewares=[named, error_boundary])
-    app[DELIVERIES] = Deliveries(Metrics(), reader_bytes=2**20, total_bytes=2**25, least_rate=1024.0, window=60.0)
+    app[DELIVERIES] = Deliveries(Metrics(), reader_bytes=2**20, total_bytes=2**25, min_read_rate=1024.0, window=60.0)
     # No key can become invalid, so the authenticator asks no database.
     nothing: Any = None
     app[AUTH] = Authenticator(Keys(nothing), PEPPER, None, Changes(nothing))

@@ -42,7 +42,7 @@ async def listening(started: list[str]) -> AsyncIterator[tuple[web.AppRunner, in
 
 
 def connect(address: str, port: int) -> socket.socket:
-    """Connect without a turn of the event loop: the system completes the connection."""
+    """Connect without an iteration of the event loop: the system completes the connection."""
     return socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(address, 0))
 
 
@@ -71,7 +71,7 @@ def test_a_clients_connection_does_not_wait_behind_anothers(
                     held.enter_context(connect(address, port))
                 await all_started(started, BURST + 1)
         assert Counter(started) == {NOISY: BURST, QUIET: 1}
-        # It is accepted with the first ones, and then starts in the next turn.
+        # It is accepted with the first ones, and then starts in the next iteration.
         assert started.index(QUIET) < BURST // 3
 
     assert BURST < BACKLOG
@@ -79,7 +79,7 @@ def test_a_clients_connection_does_not_wait_behind_anothers(
 
 
 @LOOPS
-def test_a_turn_starts_few_connections_of_an_address(
+def test_an_iteration_starts_few_connections_of_an_address(
     make_loop: Callable[[], asyncio.AbstractEventLoop], starts_servers: None
 ):
     async def test() -> None:

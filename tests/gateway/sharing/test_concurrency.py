@@ -1,4 +1,4 @@
-"""Concurrency limiter: each owner has a bounded number, and a cancelled waiting task loses none."""
+"""Concurrency limiter: an owner holds at most `each` places, and a cancelled waiting task loses none."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
     assert not [result for result in results if isinstance(result, Exception)]
     assert max(most.values()) <= each
-    # No slot is lost: the same number is free at once.
+    # No place is lost: the same number is free at once.
     async with asyncio.timeout(30):
         for owner in held:
             for _ in range(min(each, places)):
@@ -46,7 +46,10 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
 
 
 async def test_an_owner_rests_after_its_work_and_no_other_does():
-    """An owner that asks without pause gets a quarter of the time; another owner uses its slot in the rest."""
+    """An owner that asks without pause holds the place for a quarter of the time.
+
+    Another owner gets it during the rest.
+    """
     limiter = ConcurrencyLimiter(1, rest=3.0)
     began: list[float] = []
     for _ in range(3):

@@ -54,7 +54,7 @@ class Answers:
     """Unread answers of tenants."""
 
     def __init__(self, total_bytes: int) -> None:
-        rules: Any = {"reader_bytes": 2**20, "least_rate": 1.0, "window": 60.0}
+        rules: Any = {"reader_bytes": 2**20, "min_read_rate": 1.0, "window": 60.0}
         self.deliveries = Deliveries(Metrics(), total_bytes=total_bytes, **rules)
 
     def of(self, owner: str) -> Delivery:

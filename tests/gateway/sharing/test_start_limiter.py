@@ -1,4 +1,4 @@
-"""Bursts of requests begin over several iterations of the event loop, and owners take turns."""
+"""Bursts of requests begin over several iterations of the event loop, and owners take calls."""
 
 import asyncio
 import itertools
@@ -17,8 +17,8 @@ from gateway.sharing.start_limiter import MAX_REST_SECONDS, StartLimiter
 from testing.gateway.upstream import Upstream
 
 
-async def test_a_burst_leaves_rounds_to_others():
-    limiter, begun, seen = StartLimiter(each=4), [], []
+async def test_a_burst_leaves_iterations_to_others():
+    limiter, begun, seen = StartLimiter(per_iteration=4), [], []
 
     async def one(owner: str) -> None:
         await limiter.begin(owner)
@@ -36,8 +36,8 @@ async def test_a_burst_leaves_rounds_to_others():
     assert begun.index("quiet") < 10
 
 
-async def test_an_owner_with_a_burst_gets_its_part_of_a_round_only():
-    limiter, begun = StartLimiter(each=4), []
+async def test_an_owner_with_a_burst_gets_its_part_of_an_iteration_only():
+    limiter, begun = StartLimiter(per_iteration=4), []
 
     async def one(owner: str) -> None:
         await limiter.begin(owner)
@@ -67,7 +67,7 @@ async def test_requests_of_a_resting_owner_begin_after_its_rests_and_others_do_n
     await asyncio.wait_for(limiter.begin("noisy"), 10)
 
 
-def test_a_short_rest_lasts_at_least_a_turn_of_the_clock():
+def test_a_short_rest_lasts_at_least_a_tick_of_the_clock():
     """A rest below a millisecond was none."""
 
     async def test() -> None:
@@ -106,7 +106,7 @@ async def test_requests_that_leave_during_a_rest_are_removed_at_once(monkeypatch
 
 
 async def test_those_who_leave_hold_nobody_up():
-    limiter = StartLimiter(each=2)
+    limiter = StartLimiter(per_iteration=2)
     tasks = [asyncio.ensure_future(limiter.begin(f"owner-{i % 3}")) for i in range(50)]
     await asyncio.sleep(0)
     for task in tasks[10:40]:
@@ -116,7 +116,7 @@ async def test_those_who_leave_hold_nobody_up():
     await asyncio.wait_for(limiter.begin("another"), 10)
 
 
-async def test_a_request_that_comes_in_the_round_of_a_released_one_waits():
+async def test_a_request_that_comes_in_the_iteration_of_a_released_one_waits():
     limiter = StartLimiter()
 
     async def released() -> None:
@@ -128,7 +128,7 @@ async def test_a_request_that_comes_in_the_round_of_a_released_one_waits():
     await asyncio.gather(limiter.begin("owner"), released())
 
 
-class Turns:
+class CallsByIteration:
     """Numbers of calls in each iteration of the event loop, from `begin` to `end`."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Turns:
         self._handle = asyncio.get_running_loop().call_soon(self._tick)
 
     def end(self) -> list[int]:
-        """Return the number of all calls and the most in a turn."""
+        """Return the number of all calls and the most in an iteration."""
         assert self._handle is not None
         self._handle.cancel()
         return [self.calls.total(), max(self.calls.values())]
@@ -164,39 +164,39 @@ class Turns:
 async def test_requests_that_wait_for_one_event_continue_over_several_iterations(
     waits_for: str, serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    turns = Turns()
-    monkeypatch.setattr(Admission, "admit", turns.counted(Admission.admit))
+    calls = CallsByIteration()
+    monkeypatch.setattr(Admission, "admit", calls.counted(Admission.admit))
     async with serve(unserved_per_second=10.0 if "delay" in waits_for else 10_000.0) as gateway:
         acme = await gateway.tenant("acme", requests_per_minute=10_000)
         if "delay" in waits_for:
             await asyncio.gather(*(acme.get("/v1/models") for _ in range(60)))
-        turns.begin()
+        calls.begin()
         await asyncio.gather(*(acme.complete(max_tokens=0) for _ in range(100)))
-        assert turns.end() == [100, 1]
+        assert calls.end() == [100, 1]
 
 
 async def test_pages_that_wait_for_the_look_up_of_their_session_continue_over_several_iterations(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    turns = Turns()
-    monkeypatch.setattr(access, "check_scope", turns.counted(access.check_scope))
+    calls = CallsByIteration()
+    monkeypatch.setattr(access, "check_scope", calls.counted(access.check_scope))
     async with serve(unserved_per_second=10_000.0) as gateway:
         acme = await gateway.tenant("acme")
         async with gateway.browser(acme.key, "/console") as browser:
-            turns.begin()
+            calls.begin()
             await asyncio.gather(*(browser.get("/console/help") for _ in range(100)))
-            assert turns.end() == [100, 1]
+            assert calls.end() == [100, 1]
 
 
 async def test_probes_of_an_address_begin_one_in_each_iteration(serve: Any, monkeypatch: pytest.MonkeyPatch):
     """They have no rate, and anybody may send them."""
-    turns = Turns()
-    monkeypatch.setattr(health, "json_response", turns.counted(health.json_response))
+    calls = CallsByIteration()
+    monkeypatch.setattr(health, "json_response", calls.counted(health.json_response))
     async with serve() as gateway:
         await asyncio.gather(*(gateway.nobody.get("/healthz") for _ in range(100)))
-        turns.begin()
+        calls.begin()
         await asyncio.gather(*(gateway.nobody.get("/healthz") for _ in range(100)))
-        assert turns.end() == [100, 1]
+        assert calls.end() == [100, 1]
 
 
 def test_a_rest_has_few_timers_with_a_clock_of_milliseconds(monkeypatch: pytest.MonkeyPatch):

@@ -131,7 +131,7 @@ async def check_billed(gateway: Gateway, client: Client, upstream: Upstream) -> 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
+async def test_a_reader_below_the_minimum_rate_is_cut_off_and_billed(
     stream: bool, serve: Any, ask: Ask, upstream: Upstream
 ):
     async with serve(max_model_len=LONG, client_timeout=1.0) as gateway:
@@ -248,7 +248,7 @@ async def test_a_break_of_a_server_without_instances_is_a_death(serve: Any, ask:
         assert (await slow.complete()).error["code"] == "no_engine"
 
 
-async def test_a_reader_that_keeps_up_with_the_least_rate_gets_all(serve: Any, ask: Ask):
+async def test_a_reader_that_keeps_up_with_the_minimum_rate_gets_all(serve: Any, ask: Ask):
     async with serve(client_timeout=4.0, min_read_rate=50_000.0) as gateway:
         acme = await gateway.tenant("acme", **MANY)
         size = 2**20

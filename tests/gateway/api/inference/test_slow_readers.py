@@ -19,7 +19,7 @@ from tests.gateway.api.inference.test_delivery import LONG, MANY, UNREAD, check_
 from tests.gateway.api.inference.test_time_limits import head
 
 # A fifth of the least rate.
-PIECE_BYTES, PAUSE_SECONDS, LEAST_RATE = 1024, 0.1, 50_000.0
+PIECE_BYTES, PAUSE_SECONDS, MIN_READ_RATE = 1024, 0.1, 50_000.0
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reader_of_some_bytes_a_second_is_cut_off_and_billed(stream: bool, serve: Any, upstream: Upstream):
-    of = {"max_model_len": LONG, "client_timeout": 2.0, "min_read_rate": LEAST_RATE}
+    of = {"max_model_len": LONG, "client_timeout": 2.0, "min_read_rate": MIN_READ_RATE}
     # A bare socket, because a stream reads ahead.
     with socket.socket() as plain:
         async with serve(**of) as gateway:

@@ -30,18 +30,18 @@ LARGE = 7 * 2**20
 
 
 @asynccontextmanager
-async def turns_counted() -> AsyncIterator[list[int]]:
-    """Yield the number of turns that the event loop has given to another task."""
-    turns = [0]
+async def iterations_counted() -> AsyncIterator[list[int]]:
+    """Yield the number of iterations of the event loop in which another task has run."""
+    iterations = [0]
 
     async def count() -> None:
         while True:
-            turns[0] += 1
+            iterations[0] += 1
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
     try:
-        yield turns
+        yield iterations
     finally:
         counting.cancel()
 
@@ -58,33 +58,33 @@ async def test_others_run_between_the_pieces_of_an_answer_that_is_received():
     async def reserve(size: int) -> None:
         assert size == len(answer)
 
-    async with turns_counted() as turns:
+    async with iterations_counted() as iterations:
         fields = await read_answer(response, 2**23, reserve, is_own=True)
     assert len(fields["pad"]) == LARGE + 2
-    assert turns[0] >= LARGE // PIECE_BYTES
+    assert iterations[0] >= LARGE // PIECE_BYTES
 
 
-async def test_each_piece_of_an_answer_is_received_and_scanned_in_a_turn_of_its_own():
+async def test_each_piece_of_an_answer_is_received_and_scanned_in_an_iteration_of_its_own():
     answer = msgspec.json.encode({"id": "x", "pad": "x" * LARGE})
     content = aiohttp.StreamReader(Mock(), 2**30)
     content.feed_data(answer)
     content.feed_eof()
     response = cast(Any, SimpleNamespace(content_length=len(answer), content=content, headers=CIMultiDict()))
-    turns = Mock(side_effect=lambda: asyncio.sleep(0))
-    fields = await read_answer(response, 2**23, AsyncMock(), turn=turns)
+    before_piece = Mock(side_effect=lambda: asyncio.sleep(0))
+    fields = await read_answer(response, 2**23, AsyncMock(), before_piece=before_piece)
     assert len(fields["pad"]) == LARGE + 2
-    assert turns.call_count >= 2 * (LARGE // PIECE_BYTES)
+    assert before_piece.call_count >= 2 * (LARGE // PIECE_BYTES)
 
 
-async def test_a_tenant_has_one_piece_of_all_its_large_answers_in_a_turn_and_rests(
+async def test_a_tenant_has_one_piece_of_all_its_large_answers_in_an_iteration_and_rests(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """A neighbour's chat needs some two dozen turns, and waits for all pieces in each of them."""
+    """A neighbour's chat needs some two dozen iterations, and waits for all pieces in each of them."""
     write, rest, sent, rests = StreamWriter.write, StartLimiter.rest, list[int](), list[str]()
 
     async def recorded(self: StreamWriter, chunk: Any, **options: Any) -> None:
         if len(chunk) > PIECE_BYTES // 2:
-            sent.append(turns[0])
+            sent.append(iterations[0])
         await write(self, chunk, **options)
 
     def counted(self: StartLimiter, owner: str, seconds: float) -> None:
@@ -95,7 +95,7 @@ async def test_a_tenant_has_one_piece_of_all_its_large_answers_in_a_turn_and_res
         acme = await gateway.tenant("acme", **MANY)
         monkeypatch.setattr(StreamWriter, "write", recorded)
         monkeypatch.setattr(StartLimiter, "rest", counted)
-        async with turns_counted() as turns:
+        async with iterations_counted() as iterations:
             got = await asyncio.gather(*(acme.complete(x_engine={"pad": LARGE}) for _ in range(4)))
     assert [answer.status for answer in got] == [200] * 4
     assert len(sent) >= 4 * (LARGE // (2 * PIECE_BYTES))
@@ -111,14 +111,14 @@ async def test_a_large_answer_is_sent_in_pieces_between_which_others_run(serve: 
 
     async def recorded(self: StreamWriter, chunk: Any, **options: Any) -> None:
         if len(chunk) > PIECE_BYTES // 2:
-            sent.append((turns[0], len(chunk)))
+            sent.append((iterations[0], len(chunk)))
         await write(self, chunk, **options)
 
     async with serve() as gateway:
         acme = await gateway.tenant("acme", **MANY)
         small = await acme.complete(x_engine={"pad": 3})
         monkeypatch.setattr(StreamWriter, "write", recorded)
-        async with turns_counted() as turns:
+        async with iterations_counted() as iterations:
             got = await acme.complete(x_engine={"pad": LARGE})
     assert (got.json.pop("pad"), small.json.pop("pad")) == ("x" * LARGE, "xxx")
     assert got.json.keys() == small.json.keys()

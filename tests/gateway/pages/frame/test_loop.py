@@ -29,7 +29,7 @@ MOST = 0.02
 
 
 class Holds:
-    """Longest CPU time of this thread between two turns of the event loop, in s: other programs do not count."""
+    """Longest CPU time of this thread between two iterations of the event loop, in s: other programs do not count."""
 
     def __init__(self) -> None:
         self.longest = 0.0
@@ -133,7 +133,7 @@ async def test_no_list_of_keys_or_tenants_holds_the_event_loop(serve: Any, tmp_p
                 longest = []
                 # The first call of a process compiles the statements, which takes up to 10 ms more.
                 for _ in range(3):
-                    await asyncio.sleep(0)  # the watch notes this test's own turn, in which it decodes an answer
+                    await asyncio.sleep(0)  # the watch notes this test's own iteration, in which it decodes an answer
                     holds.longest = 0.0
                     answer = await gateway.admin.call(method, path, **options)
                     longest.append(holds.longest)
