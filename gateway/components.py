@@ -210,7 +210,10 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
 
 
 def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:
-    """Let the quarantine see deaths of engines and requests on them, and let it hand orphaned requests over to them."""
+    """Give the quarantine the engines' deaths and the engines.
+
+    Give the registry the orphaned requests that the quarantine reads.
+    """
     registry.on_end = quarantine.ended
     quarantine.engines = lambda: registry.with_dropped
     quarantine.take_over = registry.take_over

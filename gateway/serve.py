@@ -117,7 +117,7 @@ async def listening(
 ) -> AsyncIterator[str]:
     """Serve the gateway's application on the configured ports; yield its URL and drain on exit.
 
-    started: called once all parts run, before the first client can connect.
+    started: called when all components run, before the first client can connect.
     """
     # handler_cancellation: when a client leaves, its handler is cancelled, which closes the connection to the engine.
     # keepalive_timeout: limits the wait for a complete head of a request, also for the first one of a connection.

@@ -296,7 +296,7 @@ def _read(environ: Mapping[str, str], variable: str) -> str | None:
 
 
 def _unknown(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield variables with a setting's former name, or that look like misspelt settings, each with its error.
+    """Yield the variables that have a setting's former name or look like a misspelt one, each with its error.
 
     Other unknown names are accepted, because other programs of the project read `LORAPLEX_*` too.
     """

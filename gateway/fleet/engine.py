@@ -191,7 +191,7 @@ class EngineRecord:
         return f"up, for adapters only: {self.state.adapters_only}" if self.state.adapters_only else None
 
     def is_present(self, instance: str | None) -> bool:
-        """Return whether an instance is the one that reported last. An unknown one (None) counts as that."""
+        """Return whether `instance` is the one that reported last. None (unknown) counts as it."""
         return instance in (None, self.state.instance)
 
     @property

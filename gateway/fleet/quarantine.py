@@ -376,7 +376,8 @@ class Quarantine:
                 return
             self._announcer.note_sent(report.suspects, entry_id)
             if report.processes:
-                # Some may have started since the last call. The entry has them, so that all processes wait for them.
+                # Processes may have started since the last call. Redis has added them to the entry, so all processes
+                # wait for their answers.
                 started = Report(report.engine, [], [], report.instance, [*self._shared.processes])
                 self._deaths.apply(started, at, self._process)
             if not self._unsent:

@@ -56,9 +56,10 @@ class Registry:
         # Called with an engine and the instance that answered with another adapter than the request's.
         self.on_mismatch: Callable[[EngineRecord, str | None], None] = lambda engine, instance: None
         self._engines: dict[str, EngineRecord] = {}
-        # Dropped engines that may have requests of this process, by URL. Those that are down, with requests whose
-        # connections have not broken yet: other processes may still report their deaths.
+        # Dropped engines by URL, watched because they may have requests of this process.
         self._leaving: dict[str, EngineRecord] = {}
+        # Dropped engines that are watched no more but have requests whose connections have not broken. Other processes
+        # may still report their deaths.
         self._gone: list[EngineRecord] = []
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}
@@ -71,7 +72,7 @@ class Registry:
 
     @property
     def with_dropped(self) -> tuple[EngineRecord, ...]:
-        """The engines, and the dropped ones that may have requests of this process."""
+        """Return the listed engines, and the dropped ones that may have requests of this process."""
         return (*self._engines.values(), *self._leaving.values(), *self._gone)
 
     def report_left(self, url: str, instance: str | None) -> tuple[set[str], list[Names]]:

@@ -28,8 +28,8 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
-# Most names of requests in one entry of a process's last report, of about 120 bytes each. A process that leaves more
-# sends several entries: one of megabytes might not reach Redis in time, and the requests of all tenants were lost.
+# Maximum names of requests (120 bytes each) in one entry of a process's last report. A longer report is divided,
+# because an entry of megabytes might not reach Redis in time, and all tenants' requests would be lost.
 MAX_NAMES = 1000
 # A process counts as ended after this time without a call. It is long, because a suspended process may still have
 # requests on engines.

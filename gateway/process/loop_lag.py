@@ -14,7 +14,8 @@ from types import TracebackType
 from gateway.process.loop_stalls import EXPLAINED_SECONDS, Stall, Watchdog
 from gateway.process.thread_times import ThreadTimes
 
-# A stall may be longer than its lag by up to a tick. With 0.05, one of 130 ms would often seem shorter than 100.
+# A stall may begin up to a tick before the tick is due, so its lag is shorter by up to TICK_SECONDS. With 0.05, the lag
+# of a stall of 130 ms is often below EXPLAINED_SECONDS.
 TICK_SECONDS = 0.03
 # A timer that is later than this is a stall; a shorter delay is the ordinary work of other callbacks.
 STALL_SECONDS = 0.02
@@ -59,7 +60,7 @@ class LoopLag:
         return found
 
     def explain_from_now(self) -> None:
-        """Explain the stalls that begin from now on: those of the start hold no client."""
+        """Explain the stalls that begin from now on. Earlier ones delay no client, because none can connect yet."""
         self._explained_from = time.monotonic()
 
     async def watch(self) -> None:

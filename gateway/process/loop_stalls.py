@@ -25,9 +25,9 @@ EXPLAINED_SECONDS = 0.1
 # Pause of the watchdog, and the delay of a tick from which it samples: each stall of EXPLAINED_SECONDS has a sample,
 # unless the watchdog was held too.
 PAUSE_SECONDS, SAMPLED_SECONDS = 0.07, 0.025
-# Samples of one stall, and the frames of each, from the innermost on.
+# Maximum samples of one stall, and frames of a sample, the innermost first.
 MAX_SAMPLES, MAX_FRAMES = 100, 12
-# A tenant that stalls the loop again and again must not fill the log.
+# Minimum time between two log lines, so that a tenant that stalls the loop again and again does not fill the log.
 LOG_SECONDS = 10.0
 # Time between two readings of the machine's stolen time.
 STOLEN_SECONDS = 1.0
@@ -42,10 +42,11 @@ class Stall:
     """A stall in parts, in seconds. computing + waiting + blocked = held.
 
     blocked: the thread slept in the kernel: disk, interpreter lock, page fault; or a hypervisor had taken its CPU.
-    others: CPU time of the process's other threads. stolen: by the hypervisor, from all CPUs, in up to a second more.
-    late: delay of the watchdog during the stall; if it is as long, the whole process stood still or a thread kept the
-    interpreter lock. samples: their number; stack: the most frequent one, "" without a sample. kernel: the kernel's
-    function in which the thread slept, "" if it did not or the kernel does not say.
+    others: CPU time of the process's other threads. stolen: time that the hypervisor took from all CPUs during the
+    stall and up to a second before it. late: delay of the watchdog during the stall; if it is as long, the whole
+    process stood still or a thread kept the interpreter lock. minor, major: page faults of the loop's thread. samples:
+    their number; stack: the most frequent one, "" without a sample. kernel: the kernel's function in which the thread
+    slept, "" if it did not or the kernel does not say.
     """
 
     held: float

@@ -1,4 +1,4 @@
-"""Backfill of a budget's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
+"""Backfill of a budget's spend and a day's usage from the ledger, if Redis has lost them.
 
 The script (quota.lua) admits nothing on a limit without state, nor while it drops another server's states. It also
 merges the sums that several gateways copy at once, so that nothing counts twice.
@@ -21,7 +21,7 @@ from gateway.records.money.usage_sums import ALL, UsagePart
 
 log = logging.getLogger(__name__)
 
-# The script's reply if it needs the past usage of limits first, and how often the backfill is tried.
+# The script's reply if it needs the past usage of limits first, and the maximum number of tries.
 UNKNOWN = 2
 BACKFILL_TRIES = 3
 # Pause between two calls while the script drops another server's states, and the time limit of a request for that.
