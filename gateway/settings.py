@@ -303,10 +303,8 @@ def _unknown(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str
     known = [name.upper() for name in names]
     for variable in sorted(environ):
         suffix = variable.removeprefix(PREFIX).removesuffix(SUFFIX)
-        if not variable.startswith(PREFIX) or suffix in known:
-            continue
-        if now := RENAMED.get(suffix):
-            yield variable, f"the setting is now named {PREFIX}{now}"
-            continue
-        for close in difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
-            yield variable, f"unknown setting; did you mean {PREFIX}{close}?"
+        if variable.startswith(PREFIX) and suffix not in known:
+            if suffix in RENAMED:
+                yield variable, f"the setting is now named {PREFIX}{RENAMED[suffix]}"
+            elif close := difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
+                yield variable, f"unknown setting; did you mean {PREFIX}{close[0]}?"

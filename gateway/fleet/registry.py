@@ -162,10 +162,15 @@ class Registry:
         """Ask an engine, beside its own task, whether it is this instance. Returns False if it does not answer now."""
         return await self._watch.running_instance(engine) == instance
 
+    @property
+    def _watched(self) -> dict[str, EngineRecord]:
+        """Return the listed engines, and the dropped ones that are watched, by URL."""
+        return {**self._leaving, **self._engines}
+
     async def poll(self) -> None:
-        """Discover engines and check each of them once."""
+        """Discover engines, and check once each of them and of the dropped ones that are watched."""
         await self._discover_engines()
-        await asyncio.gather(*(self._watch(engine) for engine in self._engines.values()))
+        await asyncio.gather(*(self._watch(engine) for engine in self._watched.values()))
 
     async def watch(self, changed: Callable[[], None]) -> None:
         """Discover and watch engines until cancelled. Run it as a task.
@@ -177,7 +182,7 @@ class Registry:
         try:
             while True:
                 await self._discover_engines()
-                for url, engine in {**self._leaving, **self._engines}.items():
+                for url, engine in self._watched.items():
                     if url not in self._watching:
                         task = self._watching[url] = asyncio.create_task(self._watch_one(engine, changed))
                         task.add_done_callback(partial(self._end_watch, url))
@@ -245,6 +250,10 @@ class Registry:
                     on_mismatch=self.on_mismatch,
                 )
                 self._engines[url].drained = self._drained.get(url)
+        self._end_dropped()
+
+    def _end_dropped(self) -> None:
+        """Stop watching the dropped engines that are down or have no requests, and forget those without requests."""
         for engine in [*self._leaving.values()]:
             if engine.condition.health not in (Health.UP, Health.DRAINING) or not engine.requests.tenants:
                 self._stop_watching(engine)

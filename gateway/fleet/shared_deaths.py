@@ -168,11 +168,14 @@ class SharedDeaths:
                 self._last = entries[-1][0]
         if found is not None:
             self.processes = {each.decode() for each in found}
-        return [
-            Entry(_number(entry_id), process.decode(), report, max(0.0, now - _number(entry_id)[0]) / 1000)
-            for entry_id, (process, encoded, *added) in entries
-            if process != self.process.encode() and (report := _decode(encoded, added)) is not None
-        ]
+        new = list[Entry]()
+        for entry_id, (process, encoded, *added) in entries:
+            # Redis has added the living processes; the previous release adds nothing.
+            alive = dict(zip(added[::2], added[1::2], strict=True)).get(b"processes", b"")
+            if process != self.process.encode() and (report := _decode(encoded, alive)) is not None:
+                number = _number(entry_id)
+                new.append(Entry(number, process.decode(), report, max(0.0, now - number[0]) / 1000))
+        return new
 
     async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
         """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
@@ -217,15 +220,13 @@ class SharedDeaths:
 
 def _divide(left: Sequence[OrphanedRequests]) -> list[list[OrphanedRequests]]:
     """Divide requests into parts of at most MAX_NAMES names. The first part of an engine has all of its tenants."""
-    parts, room = [list[OrphanedRequests]()], MAX_NAMES
+    parts = [list[OrphanedRequests]()]
     for each in left:
         for start in range(0, max(1, len(each.suspects)), MAX_NAMES):
             suspects = each.suspects[start : start + MAX_NAMES]
             tenants = [*{suspect.tenant_id for suspect in suspects}] if start else each.tenants
-            if len(suspects) > room:
+            if sum(len(one.suspects) for one in parts[-1]) + len(suspects) > MAX_NAMES:
                 parts.append([])
-                room = MAX_NAMES
-            room -= len(suspects)
             parts[-1].append(OrphanedRequests(each.engine, each.instance, tenants, suspects))
     return parts
 
@@ -234,14 +235,13 @@ def _number(entry_id: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in entry_id.split(b"-"))
 
 
-def _decode(encoded: bytes, added: Sequence[bytes]) -> Report | None:
-    """Return the report of an entry. added: the entry's further names and values; the previous release adds none."""
+def _decode(encoded: bytes, alive: bytes) -> Report | None:
+    """Return the report of an entry, None if it cannot be decoded. alive: further processes that must answer."""
     try:
         report = msgspec.json.decode(encoded, type=Report)
     except msgspec.DecodeError as error:
         log.warning("dropped a report of an engine's death that cannot be decoded: %s", error)
         return None
     if report.processes:
-        alive = dict(zip(added[::2], added[1::2], strict=False)).get(b"processes", b"")
         report.processes = [*{*report.processes, *alive.decode().split()}]
     return report

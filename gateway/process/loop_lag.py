@@ -77,7 +77,7 @@ class LoopLag:
                     self._stalls.append((now, self.last))
                 if self.last > EXPLAINED_SECONDS and before.at > self._explained_from:
                     after = times.read()
-                    self._explained(watchdog.explain(after.at - self._due, before, after))
+                    self._explained(watchdog.explain(self._due, before, after))
                 self._forget(now)
         finally:
             self._due = None

@@ -109,14 +109,14 @@ class Watchdog:
     def end(self) -> None:
         self._ended = True
 
-    def explain(self, held: float, before: Counts, after: Counts) -> Stall:
+    def explain(self, due: float, before: Counts, after: Counts) -> Stall:
         """Explain the loop's newest stall. Call it in the loop's thread, before the next tick is due.
 
-        before: counts at the start of the tick that was `held` seconds late. The time before the tick was due is in
+        due: the moment at which the late tick was due. before: counts at the tick's start. The time before `due` is in
         them too, so computing and waiting are upper bounds: too high by at most the length of a tick.
         """
-        due = after.at - held
-        samples = list(self._samples) if self._sampled == self._due() else []
+        held = after.at - due
+        samples = list(self._samples) if self._sampled == due else []
         stacks = Counter(stack for _, stack in samples)
         slept = Counter(name for name, _ in samples if name)
         computing = min(held, after.computed - before.computed)

@@ -9,7 +9,7 @@ read, and `Retry-After`: their POST is answered with the page itself, as without
 import re
 import secrets
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
@@ -20,6 +20,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gateway.access.sessions import COOKIE, VISITOR, Visitor
+from gateway.access.signed_values import KeyedHash
 from gateway.api.page_guard import FORM, NO_STORE, safe_next
 from gateway.errors import GatewayError, Handler, Unavailable
 from gateway.pages.frame.errors import TEMPORARY
@@ -61,7 +62,7 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 class FormAnswers:
     """Kept answers. keyed_hash: HMAC of (purpose, text). timeout: seconds of a call to Redis."""
 
-    def __init__(self, redis: Any, timeout: float, keyed_hash: Callable[[str, str], str]) -> None:
+    def __init__(self, redis: Any, timeout: float, keyed_hash: KeyedHash) -> None:
         self._redis = redis
         self._timeout = timeout
         self._keyed_hash = keyed_hash

@@ -162,11 +162,6 @@ class World:
         else:
             engine.mark_up()
 
-    async def polls(self) -> None:
-        await self.registry.poll()
-        for each in self.registry._leaving.values():
-            await self._check(each)
-
     async def start(self) -> EngineRecord:
         await self.registry.poll()
         [engine] = self.registry.engines
@@ -181,15 +176,15 @@ async def test_the_end_of_an_unlisted_engine_is_a_death_unless_it_drained(before
     engine = await world.start()
     with engine.requests.count(None, "a"):
         world.listed, world.health = [], before
-        await world.polls()
+        await world.registry.poll()
         assert (world.registry.engines, engine.available, world.ended) == ((), False, [])
         world.health = Health.DOWN
         for _ in range(3):
-            await world.polls()
+            await world.registry.poll()
             assert world.registry.report_left(engine.url, "i")[0] == {"a"}
             assert world.registry.report_left(engine.url, "j")[0] == set()
         assert world.ended == ended, "an engine dies once"
-    await world.polls()
+    await world.registry.poll()
     assert world.registry.with_dropped == ()
 
 
@@ -201,7 +196,7 @@ async def test_an_engine_that_is_listed_again_keeps_its_record(address: Address,
     engine = await world.start()
     with engine.requests.count(None, "a"):
         for world.listed in ([], [address]):
-            await world.polls()
+            await world.registry.poll()
         [again] = world.registry.engines
         assert (again is engine) == is_same
         assert again.available

@@ -11,14 +11,9 @@ from redis.asyncio import Redis
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.process.loop_lag import LoopLag, deadline
-from gateway.process.loop_stalls import Stall
 from gateway.quota.store import QuotaStore
 from gateway.redis.client import connect
 from testing.gateway.running import Gateway, until
-
-
-def ignore(_: Stall) -> None:
-    """Take no notice of a stall that is explained."""
 
 
 def stand_still(seconds: float) -> None:
@@ -27,7 +22,7 @@ def stand_still(seconds: float) -> None:
 
 
 async def test_a_stall_is_measured_and_forgotten_where_it_was_before():
-    lag = LoopLag(ignore)
+    lag = LoopLag(lambda _: None)
     async with running(lag.watch()):
         await asyncio.sleep(0.2)
         before = time.monotonic()
@@ -43,7 +38,7 @@ async def test_a_stall_is_measured_and_forgotten_where_it_was_before():
 
 
 async def test_a_loop_that_runs_well_has_no_lag():
-    lag = LoopLag(ignore)
+    lag = LoopLag(lambda _: None)
 
     async def runs_well() -> bool:
         """Return whether half a second had no lag. A busy machine may need several attempts."""
