@@ -12,7 +12,7 @@ MAX_PAUSE_S = 5.0
 class DutyCycle:
     """Limit of the share of time that jobs use: a pause after each job, in proportion to its duration.
 
-    share: the maximum, above 0 to 1. wait_idle: waits until the engine has no request.
+    share: the maximum; greater than 0, at most 1. wait_idle: waits until the engine has no request.
     """
 
     def __init__(self, share: float, wait_idle: Callable[[], Awaitable[None]]) -> None:

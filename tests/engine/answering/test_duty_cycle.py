@@ -1,4 +1,4 @@
-"""The duty cycle of jobs without urgency: of a loop, and between loads by name beside a running request."""
+"""Duty cycle of jobs without urgency: its pauses by a clock, and between loads by name beside a running request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from testing.tiny import save_adapter, save_model
 SHARE = 0.1
 
 
-async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
+async def test_a_pause_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
     idle, clock, limits = asyncio.Event(), [1000.0], list[float]()
     monkeypatch.setattr(duty_cycle_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 

@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
     vocab_size = json.loads((folder / "base" / "config.json").read_text())["vocab_size"]
     for i in range(2):
-        save_adapter(folder / f"outside-{i}", rank=4 + 4 * i, seed=7 + i, vocab_size=vocab_size)
+        save_adapter(folder / f"embedding-head-{i}", rank=4 + 4 * i, seed=7 + i, vocab_size=vocab_size)
     return folder
 
 
@@ -306,8 +306,8 @@ def test_steps_with_lora_on_the_embedding_and_the_head_replay_and_wait_for_nothi
 ) -> None:
     engine, digests = make_engine(ops, async_scheduling=True)
     host = engine.adapters._host
-    outside = [host.add_path(model / f"outside-{i}") for i in range(2)]
-    load(engine, [*outside, digests[0]])
+    embedding_head = [host.add_path(model / f"embedding-head-{i}") for i in range(2)]
+    load(engine, [*embedding_head, digests[0]])
     replays.clear()
     steps, run_graph, rows = 0, StepGraphs.run, Counter[str]()
 
@@ -322,7 +322,7 @@ def test_steps_with_lora_on_the_embedding_and_the_head_replay_and_wait_for_nothi
 
     monkeypatch.setattr(StepGraphs, "run", watched)
     compare_with_eager(engine, monkeypatch)
-    for i, digest in enumerate([outside[0], outside[1], digests[0], None]):
+    for i, digest in enumerate([embedding_head[0], embedding_head[1], digests[0], None]):
         params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         engine.add_request(NewRequest(str(i), [3 + i, 9, 30][: 1 + i % 3], params, adapter_digest=digest))
         engine.step()

@@ -136,13 +136,13 @@ async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(
 
 
 @pytest.mark.usefixtures("slow_steps")
-async def test_probes_beside_a_running_request_rest_between_them(client: Client, put, monkeypatch: pytest.MonkeyPatch):
-    """A rest is nine times as long as the job before it: by a clock that moves on by a second with each reading."""
+async def test_probes_beside_a_running_request_pause_between_them(client: Client, put, monkeypatch: pytest.MonkeyPatch):
+    """A pause is nine times as long as the job before it: by a clock that moves on by a second with each reading."""
     name, limits = put(8), list[float]()
 
     @asynccontextmanager
     async def timeout(seconds: float) -> AsyncIterator[None]:
-        """Record the longest rest, which is over at once."""
+        """Record the longest pause, which is over at once."""
         limits.append(seconds)
         async with asyncio.timeout(0):
             yield
@@ -155,7 +155,7 @@ async def test_probes_beside_a_running_request_rest_between_them(client: Client,
     await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
     for _ in range(2):
         await client.ok("/probe", {"model": name}, headers=HEADERS)
-    # The load, the first pass, and one for each prompt. A second of the rest is over when it is waited for.
+    # The load, the first pass, and one for each prompt. A second of the pause is over when it is waited for.
     assert len(limits) == 2 * (2 + NUM_PROMPTS)
     assert limits[1:] == pytest.approx([1 / SHARE - 1 - 1] * (len(limits) - 1))
     running.cancel()
@@ -163,7 +163,7 @@ async def test_probes_beside_a_running_request_rest_between_them(client: Client,
 
 
 @pytest.mark.usefixtures("slow_steps")
-async def test_a_probe_rests_after_each_of_its_passes(
+async def test_a_probe_pauses_after_each_of_its_passes(
     server: RunningServer, model: Path, put, monkeypatch: pytest.MonkeyPatch
 ):
     """A request beside it is delayed by one pass, not by all of them."""
