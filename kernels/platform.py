@@ -37,8 +37,8 @@ class CopyStream(Protocol):
 
     in_place: bool
 
-    def launched(self) -> DeviceEvent:
-        """Return an event behind all work that the calling thread has launched on its own stream."""
+    def record_event(self) -> DeviceEvent:
+        """Record an event behind all work that the calling thread has launched, and return it."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
@@ -108,7 +108,7 @@ class Platform(Protocol):
         ...
 
     def record_event(self) -> DeviceEvent:
-        """Return an event behind all work that the calling thread has launched."""
+        """Record an event behind all work that the calling thread has launched, and return it."""
         ...
 
     def copy_stream(self) -> CopyStream: ...

@@ -23,7 +23,7 @@ class SynchronousCopyStream:
     A copy does nothing: the source is the target, or the target has no memory.
     """
 
-    def launched(self) -> Done:
+    def record_event(self) -> Done:
         return Done()
 
     def wait(self, event: Any) -> None:

@@ -343,12 +343,12 @@ class AdapterPool:
         residents = self._residents
         while not size.fits(self._total, residents.held):
             needs_embedding_head = replace(size, embedding_head_bytes=0).fits(self._total, residents.held)
-            self.evict(
-                residents.idle.victim(residents.step, residents.now, needs_embedding_head=needs_embedding_head), "room"
-            )
+            victim = residents.idle.victim(residents.step, residents.now, needs_embedding_head=needs_embedding_head)
+            self.evict(victim, "room")
         resident = residents.add(digest, size, tenant_id)
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
-        copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, self._copy_stream.launched())
+        behind = self._copy_stream.record_event()
+        copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, behind)
         copying.add_done_callback(lambda done: self._copied.append((digest, done)))
         num_bytes = size.pages * self.page_bytes + size.embedding_head_bytes
         self._loaded_bytes[tenant_id] += num_bytes

@@ -93,7 +93,7 @@ class CudaCopyStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def launched(self) -> Any:
+    def record_event(self) -> Any:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event

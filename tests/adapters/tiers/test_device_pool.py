@@ -91,7 +91,7 @@ class LateCopyStream:
         self.step_ended = threading.Event()
         self.most_in_flight = 0
 
-    def launched(self) -> Any:
+    def record_event(self) -> Any:
         return self.step_ended
 
     def wait(self, event: Any) -> None:
