@@ -47,6 +47,8 @@ SPREAD = "spread"
 FAIR = "fair"
 SCHEDULERS = (FAIR, "fcfs")
 START_SECONDS = 180.0
+# Rows of the tables, and panels of the plot.
+FIGURES = ("share, %", "share over the weight's", "tokens a second, all tenants")
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,9 @@ class Window:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures of the tables, by name."""
-        return {
-            "share, %": 100 * self.share,
-            "share over the weight's": self.share / self.entitled,
-            "tokens a second, all tenants": self.tokens / self.seconds,
-        }
+        """Return the values of FIGURES by name."""
+        values = (100 * self.share, self.share / self.entitled, self.tokens / self.seconds)
+        return dict(zip(FIGURES, values, strict=True))
 
 
 # The windows of all rounds, by the spread tenant's weight and the scheduler.
@@ -136,16 +135,12 @@ def table(weight: float, runs: Mapping[str, list[Window]]) -> str:
     expected = next(window.entitled for windows in runs.values() for window in windows)
     lines = [f"**Weight {weight:g}, {100 * expected:.1f} % of all tokens**", ""]
     lines += ["| | " + " | ".join(runs) + " |", "|---" * (len(runs) + 1) + "|"]
-    for name in _names(runs):
+    for name in FIGURES:
         cells = [median_cell([window.figures[name] for window in windows]) for windows in runs.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     held = [f"{sum(w.is_within for w in windows)} of {len(windows)}" for windows in runs.values()]
     lines.append("| windows within 10 % | " + " | ".join(held) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _names(runs: Mapping[str, list[Window]]) -> list[str]:
-    return list(dict.fromkeys(name for windows in runs.values() for window in windows for name in window.figures))
 
 
 def write(out: Path, results: Results) -> None:
@@ -161,7 +156,7 @@ def write(out: Path, results: Results) -> None:
     panels = {
         f"weight {weight:g} · {name}": [Bar(s, [window.figures[name] for window in found]) for s, found in runs.items()]
         for weight, runs in results.items()
-        for name in _names(runs)
+        for name in FIGURES
     }
     title = "One share over three engines and two gateways"
     bar_chart(out.with_suffix(".svg"), f"{title}, {facts['date']}, {facts['commit']}", panels)

@@ -16,10 +16,16 @@ def upload_embedding_head_lora(
 ) -> tuple[EmbeddingLora | None, HeadLora | None]:
     """Upload the adapter's LoRA on the embedding and on the head. Returns None for each that it lacks."""
     embedding, head = adapter.modules.get((NO_LAYER, EMBEDDING)), adapter.modules.get((NO_LAYER, LM_HEAD))
-    upload = copy_stream.upload
-    return (
+    embedding_lora = (
         None
         if embedding is None
-        else EmbeddingLora(upload(embedding.a.T.contiguous()), pack(upload(embedding.b)), embedding.scale),
-        None if head is None else HeadLora(pack(upload(head.a)), pack(upload(head.b)), head.scale),
+        else EmbeddingLora(
+            copy_stream.upload(embedding.a.T.contiguous()), pack(copy_stream.upload(embedding.b)), embedding.scale
+        )
     )
+    head_lora = (
+        None
+        if head is None
+        else HeadLora(pack(copy_stream.upload(head.a)), pack(copy_stream.upload(head.b)), head.scale)
+    )
+    return embedding_lora, head_lora

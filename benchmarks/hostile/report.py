@@ -104,8 +104,9 @@ def _rates(result: Result) -> str:
 
 def _causes(result: Result) -> str:
     """Return the causes of the stalls that the gateway's log explains, each with the innermost function."""
-    words = [("", words) for words in result.explained] + [("quiet: ", words) for words in result.quiet_explained]
-    return "".join(f"; {prefix}{_cause(each)}" for prefix, each in words)
+    found = [_cause(each) for each in result.explained]
+    found += [f"quiet: {_cause(each)}" for each in result.quiet_explained]
+    return "".join(f"; {each}" for each in found)
 
 
 def _cause(words: str) -> str:
