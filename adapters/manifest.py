@@ -15,7 +15,7 @@ from typing import Any
 
 from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
 
-# Modules of the embedding and the head, and the layer number of both, which belong to no layer.
+# Modules of the embedding and the head. They belong to no layer, so NO_LAYER stands for their layer number.
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
 NO_LAYER = -1
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -36,7 +36,7 @@ def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
 
 
 def decoder_of(engine: "Engine") -> "Decoder":
-    """Return the decoder of an engine that computes, which one on a simulated device does not."""
+    """Return an engine's decoder. An engine on a simulated device has none."""
     from engine.execution.runner import Runner
 
     assert isinstance(engine.runner, Runner)

@@ -112,7 +112,7 @@ def _patch_once(tl: Any, patch: Any) -> Any:
 
 
 class _WithMemory:
-    """`_get_np_dtype` with a memory for scalars: it builds its table of all types in each call."""
+    """Cache of `_get_np_dtype` for scalars. The function builds its table of all types in each call."""
 
     def __init__(self, tl: Any, np_dtype: Any) -> None:
         self._block, self._pointer, self._np_dtype = tl.block_type, tl.pointer_type, np_dtype

@@ -21,8 +21,8 @@ RANKS = (8, 16, 32, 64)
 # Prompts that arrive beside the streams.
 ARRIVALS = 4
 
-# Tokens, and the seconds of each step.
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)
+# Tokens, and the seconds of each step.
 Times = tuple[int, list[float]]
 Middle = Callable[[list[float]], float]
 

@@ -93,7 +93,7 @@ class LargeVllm(VllmDouble):
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.content_length = sum(map(len, pieces))
         await response.prepare(request)
-        # This process answers the neighbour's chats too, which wait neither for the whole answer nor for a copy of it.
+        # The pieces are not joined, and other tasks run between them: this process answers the neighbour's chats too.
         for piece in pieces:
             await response.write(piece)
             await asyncio.sleep(0)

@@ -89,9 +89,10 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The steps of an engine with these sizes. num_slots: number of slots of adapters. most_prompt_logits: rows of
-    logits that a step computes for prompt_logprobs. most_drafts: maximum drafts of a request in a step; 0 without
-    speculation.
+    """Steps that measure and warm up an engine with these sizes.
+
+    num_slots: number of slots of adapters. most_prompt_logits: rows of logits that a step computes for prompt_logprobs.
+    most_drafts: maximum drafts of a request in a step; 0 without speculation.
     """
 
     limits: RunnerLimits
