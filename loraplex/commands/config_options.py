@@ -130,10 +130,11 @@ def _click_option(name: str, option: Option, kind: Any, default: Any) -> Callabl
         settings |= {"default": default, "show_default": default not in (None, (), "", False)}
     if option.env is not None:
         settings["envvar"] = option.env
+    has_negation = kind is bool and default is not False
+    names = (f"{flag}/--no-{flag[2:]}" if has_negation else flag, *filter(None, [option.former]))
     if kind is bool:
-        return click.option(name, flag if default is False else f"{flag}/--no-{flag[2:]}", is_flag=True, **settings)
+        return click.option(name, *names, is_flag=True, **settings)
     repeats = get_origin(kind) is tuple and default == ()
-    names = (flag,) if option.former is None else (flag, option.former)
     return click.option(name, *names, type=_click_type(option, kind), multiple=repeats, **settings)
 
 
