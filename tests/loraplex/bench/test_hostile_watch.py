@@ -79,12 +79,12 @@ async def observed(server: Server, folder: Path, *, own: bool) -> Seen:
 async def test_a_stall_of_the_observer_is_none_of_the_gateway(tmp_path: Path):
     server = Server()
     with server.running():
-        assert (await observed(server, tmp_path, own=False)).stall > SECONDS - 0.1
         deadline = time.monotonic() + 60
         while True:
-            seen = await observed(server, tmp_path, own=True)
-            assert [stall for stall in seen.own if stall.held > SECONDS / 2]
-            # A busy machine may delay the server too.
-            if seen.stall < SECONDS / 2:
+            of_server = await observed(server, tmp_path, own=False)
+            of_observer = await observed(server, tmp_path, own=True)
+            assert [stall for stall in of_observer.own if stall.held > SECONDS / 2]
+            # On a busy machine the observer may stall during the server's stall, and the server be delayed too.
+            if of_server.stall > SECONDS - 0.1 and of_observer.stall < SECONDS / 2:
                 break
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, (of_server, of_observer)
