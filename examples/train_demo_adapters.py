@@ -1,7 +1,7 @@
 """Training of the three demo adapters on the demo model: minutes on two CPU cores, seeded.
 
-    python examples/train_demo_adapters.py --data-dir .loraplex            # trains, saves, checks all three
-    python examples/train_demo_adapters.py --only pirate --check           # checks a saved one on held-out prompts
+    python -m examples.train_demo_adapters --data-dir .loraplex            # trains, saves, checks all three
+    python -m examples.train_demo_adapters --only pirate --check           # checks a saved one on held-out prompts
 
 Each adapter answers visibly differently, has its own rank and target modules, and changes only the upper layers, which
 keeps the files small and the backward pass short. Exits with 1 if an adapter changes too few of the held-out answers.
@@ -20,13 +20,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from demo_data import HELD_OUT, ROWS
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo_data import HELD_OUT, ROWS
 from loraplex.models import ensure_demo_model
 
 HERE = Path(__file__).parent
@@ -101,7 +102,7 @@ RECIPES = {
 }
 
 
-def encode(tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
     """Return token ids and labels of a chat; only the answer and its end are learnt."""
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
@@ -110,7 +111,7 @@ def encode(tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]
     return prompt + target, [-100] * len(prompt) + target
 
 
-def train(name: str, recipe: Recipe, model_dir: Path, tokenizer, out: Path, seed: int) -> None:
+def train(name: str, recipe: Recipe, model_dir: Path, tokenizer: Any, out: Path, seed: int) -> None:
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16), recipe.lora)
@@ -156,7 +157,7 @@ def save(model: PeftModel, out: Path) -> None:
     (out / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def answers(model, tokenizer, prompts: list[str]) -> list[str]:
+def answers(model: Any, tokenizer: Any, prompts: list[str]) -> list[str]:
     """Return greedy answers, computed in a batch."""
     tokenizer.padding_side = "left"
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -168,7 +169,7 @@ def answers(model, tokenizer, prompts: list[str]) -> list[str]:
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def check(name: str, recipe: Recipe, model_dir: Path, tokenizer, out: Path, verbose: bool) -> bool:
+def check(name: str, recipe: Recipe, model_dir: Path, tokenizer: Any, out: Path, verbose: bool) -> bool:
     """Count the held-out prompts for which the adapter shows its effect and the base model does not."""
     base = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     plain = answers(base, tokenizer, HELD_OUT)

@@ -134,6 +134,12 @@ def test_the_product_imports_only_what_is_installed():
     assert not [path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & development]
 
 
+def test_the_types_of_every_folder_but_the_tests_are_checked():
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["packages"]
+    folders = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[!.]*/**/*.py")}
+    assert set(checked) == folders - {"tests", "build"}  # packaging copies the product into build/
+
+
 @functools.cache
 def modules_after(statement: str) -> frozenset[str]:
     """Return the top-level modules in memory after a fresh interpreter ran the statement."""
