@@ -4,8 +4,10 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,11 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 class Server:
-    """A server in a thread of its own. hold: seconds for which its next answer blocks the thread's loop."""
+    """A server in a thread of its own. before_answer: calls for that thread to make, once, before its next answer."""
 
     def __init__(self) -> None:
-        self.port, self.hold = free_port(), 0.0
+        self.port, self.before_answer = free_port(), deque[Callable[[], object]]()
+        self._connections: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._ends, self._listens = asyncio.Event(), threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
@@ -43,19 +46,26 @@ class Server:
         self._listens.set()
         await self._ends.wait()
         server.close()
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=30)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
         try:
-            while await reader.readuntil(b"\r\n\r\n"):
-                held, self.hold = self.hold, 0.0
-                time.sleep(held)  # noqa: ASYNC251 - a stall
-                writer.write(ANSWER)
-        except (asyncio.IncompleteReadError, ConnectionError):
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while await reader.readuntil(b"\r\n\r\n"):
+                    while self.before_answer:
+                        self.before_answer.popleft()()
+                    writer.write(ANSWER)
+        finally:
+            self._connections.remove(task)
             writer.close()
 
 
 async def observed(server: Server, folder: Path, *, own: bool) -> Seen:
-    """Return what is seen during a stall of the server, or of the observer's own loop."""
+    """Return what is seen during a stall of the server, or of the observer's own loop while it awaits an answer."""
     log = folder / "gateway.log"
     log.touch()
     url = f"http://127.0.0.1:{server.port}"
@@ -63,10 +73,10 @@ async def observed(server: Server, folder: Path, *, own: bool) -> Seen:
     over = asyncio.Event()
     observing = asyncio.create_task(watch.observe(over))
     await asyncio.sleep(0.3)
-    if own:
-        time.sleep(SECONDS)  # noqa: ASYNC251 - a stall
-    else:
-        server.hold = SECONDS
+    begun, stall = asyncio.Event(), partial(time.sleep, SECONDS)
+    in_own_loop = asyncio.get_running_loop().call_soon_threadsafe
+    server.before_answer += [partial(in_own_loop, begun.set), partial(in_own_loop, stall) if own else stall]
+    await asyncio.wait_for(begun.wait(), 60)
     await asyncio.sleep(2 * SECONDS)
     over.set()
     seen = await observing
