@@ -240,8 +240,9 @@ class Settings:
         return cls(**values)
 
 
-# Variables of earlier releases, without the prefix, and their names now. A former name is refused, because a setting
-# that is not read would change the gateway silently.
+# Variables of earlier releases, without the prefix, and their names now. A former name alone is refused, because a
+# setting that is not read would change the gateway silently. With the new name beside it, gateways of both releases can
+# share one environment during an upgrade.
 RENAMED = {"ENGINE_SILENCE": "ENGINE_HEARTBEAT_TIMEOUT", "LEAST_READ_RATE": "MIN_READ_RATE"}
 
 # Conditions on several settings: the setting that the error names, the other settings, a function of their values in
@@ -304,7 +305,8 @@ def _unknown(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str
     for variable in sorted(environ):
         suffix = variable.removeprefix(PREFIX).removesuffix(SUFFIX)
         if variable.startswith(PREFIX) and suffix not in known:
-            if suffix in RENAMED:
-                yield variable, f"the setting is now named {PREFIX}{RENAMED[suffix]}"
+            if now := RENAMED.get(suffix):
+                if environ[variable] and _read(environ, env_name(now)) is None:
+                    yield variable, f"the setting is now named {PREFIX}{now}"
             elif close := difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
                 yield variable, f"unknown setting; did you mean {PREFIX}{close[0]}?"

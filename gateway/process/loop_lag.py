@@ -65,7 +65,7 @@ class LoopLag:
 
     async def watch(self) -> None:
         """Measure until cancelled. Run it as a task."""
-        times, watchdog = ThreadTimes(), Watchdog(lambda: self._due)
+        watchdog, times = Watchdog(lambda: self._due), ThreadTimes()
         try:
             while True:
                 before = times.read()

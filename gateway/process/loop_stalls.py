@@ -101,7 +101,9 @@ class Watchdog:
         self._wakes_at = time.monotonic() + PAUSE_SECONDS
         # End and length of the newest delay of the watchdog itself.
         self._late = (0.0, 0.0)
+        # Stolen time at most STOLEN_SECONDS before the newest stall, and when it was read; then at its newest sample.
         self._stolen, self._stolen_at = stolen_seconds(), time.monotonic()
+        self._stolen_at_sample = self._stolen
         self._ended = False
         # A daemon, and never joined: its end must not hold the loop.
         threading.Thread(target=self._run, name="loop watchdog", daemon=True).start()
@@ -128,7 +130,7 @@ class Watchdog:
             waiting=waiting,
             blocked=held - computing - waiting,
             others=max(0.0, after.process - before.process - (after.computed - before.computed)),
-            stolen=stolen_seconds() - self._stolen,
+            stolen=self._stolen_at_sample - self._stolen if samples else 0.0,
             late=max(0.0, after.at - self._wakes_at, late if ended > due else 0.0),
             minor=after.minor - before.minor,
             major=after.major - before.major,
@@ -166,28 +168,35 @@ class Watchdog:
             frame = frame.f_back
         # "0" is a running thread.
         self._samples.append(("" if kernel == "0" else kernel, tuple(stack)))
+        # Read here and not by `explain`: the kernel's file takes long on a machine with many CPUs.
+        self._stolen_at_sample = stolen_seconds()
 
 
 class StallLog:
-    """Log lines of stalls, at most one in LOG_SECONDS, and their seconds by cause. count: adds to a cause."""
+    """Log lines of stalls, and their seconds by cause. count: adds to a cause.
+
+    At most one line in LOG_SECONDS, except for a stall that is twice as long as the last one logged: a short stall just
+    before it does not hide it.
+    """
 
     def __init__(self, count: Callable[[str, float], None]) -> None:
         self._count = count
         self._logged_at = -LOG_SECONDS
+        self._logged_held = 0.0
         self._left_out = 0
 
     def report(self, stall: Stall) -> None:
         for cause, seconds in stall.causes.items():
             self._count(cause, seconds)
         now = time.monotonic()
-        if now - self._logged_at < LOG_SECONDS:
+        if now - self._logged_at < LOG_SECONDS and stall.held < 2 * self._logged_held:
             self._left_out += 1
             return
         # The stack has spaces, so it is the last part.
         parts = {"left_out": self._left_out, **stall.fields}
         text = " ".join(f"{name}={value}" for name, value in parts.items())
         log.warning("%s %s", EVENT, text, extra={FIELDS: {"event": EVENT, **parts}})
-        self._logged_at, self._left_out = now, 0
+        self._logged_at, self._logged_held, self._left_out = now, stall.held, 0
 
 
 def _ms(seconds: float) -> int:

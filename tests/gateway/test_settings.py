@@ -48,6 +48,14 @@ def test_a_former_name_is_refused_with_the_name_now(former: str, now: str, form:
     assert now.lower() in Settings.__dataclass_fields__
 
 
+@pytest.mark.parametrize(("former", "now"), RENAMED.items())
+def test_gateways_of_two_releases_share_an_environment(former: str, now: str, environ: dict[str, str]):
+    settings = Settings.load(environ | {f"LORAPLEX_{former}": "7", f"LORAPLEX_{now}": "9"})
+    assert getattr(settings, now.lower()) == 9
+    # An empty variable is an unset one.
+    Settings.load(environ | {f"LORAPLEX_{former}": ""})
+
+
 def test_secrets_are_not_shown(environ: dict[str, str]):
     shown = repr(Settings.load(environ))
     for secret in (TOKEN, PEPPER, ADMIN_KEY, "redis-password"):

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -183,6 +184,15 @@ def test_the_log_has_one_line_in_ten_seconds_and_the_number_left_out(
     assert getattr(third, FIELDS)["left_out"] == 0
     # The metric counts those too that the log leaves out.
     assert counted == [("computing", 0.1), ("waiting_for_cpu", 0.3), ("blocked", 0.1)] * 5
+
+
+def test_a_short_stall_does_not_hide_a_long_one(caplog: pytest.LogCaptureFixture):
+    stall_log = StallLog(lambda cause, seconds: None)
+    with caplog.at_level(logging.WARNING):
+        for held in (0.5, 0.9, 1.0, 1.9, 2.0):
+            stall_log.report(replace(a_stall(), held=held))
+    fields = [getattr(record, FIELDS) for record in caplog.records]
+    assert [(each["held_ms"], each["left_out"]) for each in fields] == [(500, 0), (1000, 1), (2000, 1)]
 
 
 async def test_a_gateway_logs_a_stall_and_counts_it(gateway: Gateway, caplog: pytest.LogCaptureFixture):
