@@ -111,7 +111,10 @@ class EngineConfig:
     )
     scheduler: PolicyName = option("fair", help="Order of requests: fair share, or first come, first served.")
     fair_slack: int = option(
-        256, least=0, help="Tokens by which a tenant may be served ahead where its adapter or prefix is loaded."
+        256,
+        least=0,
+        help="Tokens by which a tenant may be served ahead where its adapter or prefix is loaded, and by which "
+        "a tenant that begins to wait may be behind.",
     )
     preempt_behind: int = option(
         512, least=0, help="Tokens that a tenant must be behind before streams of another give way to it."

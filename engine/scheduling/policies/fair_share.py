@@ -48,13 +48,14 @@ class FairShare(TenantPolicy):
     """Policy that serves the tenant with the least service per weight first.
 
     slack: the nearest request is admitted first among the tenants whose counters exceed the least by at most this; 0:
-    always the least served tenant's. A tenant that begins to wait may be behind the others by as much. preempt_behind:
-    difference of counters from which a stream gives way to a waiting request. preempt_after: seconds of waiting after
-    which any difference suffices, if the request's tenant has nothing running.
+    always the least served tenant's. A tenant that begins to wait may be behind the others by as much, but by at most
+    half of `preempt_behind`. preempt_behind: difference of counters from which a stream gives way to a waiting request.
+    preempt_after: seconds of waiting after which any difference suffices, if the request's tenant has nothing running.
     """
 
     def __init__(self, slack: float = 0.0, preempt_behind: float = 512.0, preempt_after: float = 0.25) -> None:
-        super().__init__(credit=slack)
+        # With a credit of `preempt_behind`, each return of a tenant would preempt others' streams at once.
+        super().__init__(credit=min(slack, preempt_behind / 2))
         self._slack = slack
         self._preempt_behind = preempt_behind
         self._preempt_after = preempt_after

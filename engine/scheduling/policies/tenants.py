@@ -91,14 +91,14 @@ class Tenants:
     The counter of a tenant that begins to wait is raised to the least counter of the waiting tenants. If none waits, it
     is raised to that of the tenant whose request last left the queue (VTC, algorithm 2, lines 6 to 14), or to the least
     counter of the running tenants if that is more: long streams are served on after the last request has left the
-    queue. So neither idling nor low demand earns credit beyond `credit`. A tenant with nothing running whose waiting
-    requests have all lacked their adapters' pages could not be served: after `BLOCKED_S` it does not count as waiting.
+    queue. Idling and low demand therefore earn at most `credit`. A tenant with nothing running whose waiting requests
+    have all lacked their adapters' pages could not be served: after `BLOCKED_S` it does not count as waiting.
+
+    credit: service per weight by which a tenant that begins to wait may stay below that counter. The credits of tenants
+    that begin to wait one after the other do not add up.
     """
 
     def __init__(self, credit: float = 0.0) -> None:
-        """credit: service per weight by which a tenant that begins to wait may be below the counter described above, if
-        it was that far behind. Tenants that begin to wait one after the other do not add up their credits.
-        """
         self.accounts: dict[str, ServiceAccount] = {}
         self.waiting: dict[str, ServiceAccount] = {}
         # The tenants that wait for each adapter, and for the base model (None).
@@ -229,8 +229,9 @@ class Tenants:
     def _frontier(
         self, entering: ServiceAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
     ) -> float:
-        """Return the counter to which a tenant without credit is raised when it begins to wait. entering: its
-        account.
+        """Return the frontier: the counter to which a tenant without credit is raised when it begins to wait.
+
+        entering: that tenant's account.
         """
         near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
         others = [account for account in self.accounts.values() if account is not entering]
@@ -248,7 +249,8 @@ class Tenants:
     def _least_counter(self, frontier: float) -> float:
         """Return the counter to which a tenant is raised when it begins to wait.
 
-        The credit counts from the highest frontier so far: tenants that still have theirs lower the present one.
+        The credit is subtracted from the highest frontier so far, because waiting tenants with unused credit lower the
+        present frontier.
         """
         self._highest_frontier = max(self._highest_frontier, frontier)
         return min(frontier, self._highest_frontier - self._credit)
@@ -283,10 +285,9 @@ def _delete(queue: list[Request], request: Request) -> None:
 
 
 class TenantPolicy:
-    """Base of policies: the part of `Policy` that does not depend on the order of requests."""
+    """Base of policies: the part of `Policy` that does not depend on the order of requests. credit: see `Tenants`."""
 
     def __init__(self, credit: float = 0.0) -> None:
-        """credit: see `Tenants`."""
         self._tenants = Tenants(credit)
 
     def __len__(self) -> int:

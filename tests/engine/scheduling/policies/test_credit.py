@@ -20,6 +20,14 @@ def test_idling_earns_at_most_the_slack() -> None:
         share.leave(idle)
 
 
+def test_a_large_slack_gives_no_right_to_others_seats() -> None:
+    share = FairShare(slack=5_000, preempt_behind=200)
+    enter(share, busy := request("busy"))
+    share.add_service(busy, 10_000)
+    enter(share, request("idle", 1))
+    assert share.counter("busy") - share.counter("idle") == 100
+
+
 def test_tenants_that_begin_to_wait_one_after_the_other_do_not_add_up_their_credits() -> None:
     share = FairShare(slack=100)
     enter(share, busy := request("busy"))
