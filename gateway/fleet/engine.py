@@ -116,7 +116,8 @@ class EngineRecord:
     its host memory, for operators only. foreign_load: number of other gateways' requests. last_foreign_load: the same
     when a DOWN engine was last up. slots: number of requests that it runs at once. load_seconds: time to load an
     adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
-    report. observed_at: time of its last new report (monotonic). mismatched: the instance that answered with another
+    report. observed_at: time of its last new report (monotonic). read_at: time of its last report,
+    even a repeated one, at first of this record. mismatched: the instance that answered with another
     adapter than the request's. drained: an operator's drain, whatever its health. is_listed: whether discovery lists
     it. is_ending: whether its instance ends by intention. base: id of its base model; None if it is not on record.
     on_end: called when its instance has died. on_mismatch: called with the instance of each answer with another adapter
@@ -136,6 +137,7 @@ class EngineRecord:
     request_seconds: float = 1.0
     state: EngineState = field(default_factory=EngineState)
     observed_at: float = 0.0
+    read_at: float = field(default_factory=time.monotonic)
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
@@ -273,6 +275,7 @@ class EngineRecord:
 
     def observe_state(self, state: EngineState, in_flight: int) -> None:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
+        self.read_at = time.monotonic()
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         if state.instance != self.state.instance:
@@ -280,7 +283,7 @@ class EngineRecord:
         self.last_foreign_load = 0
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
-            self.observed_at = time.monotonic()
+            self.observed_at = self.read_at
             self.requests.survived()
         if state.adapters_host is not None:
             self.host = frozenset(bare_digest(digest) for digest in state.adapters_host)

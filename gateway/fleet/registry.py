@@ -19,6 +19,9 @@ from gateway.fleet.sleeping import BaseAsleep
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
+# Longest time that a dropped engine is watched without a report. Then it counts as dead: another server may have its
+# address. A starved engine reports again within seconds, and Kubernetes drops it after 6 s (deploy/kubernetes).
+UNREAD_SECONDS = 30.0
 
 
 class Watch(Protocol):
@@ -42,7 +45,8 @@ class Registry:
 
     Each is checked and then followed; an engine that cannot be followed is checked every second. An engine that
     discovery drops gets no new requests; its running requests go on. While it may have requests of this process, it is
-    checked as before, because only its end shows whether it has died with them.
+    checked as before, because only its end shows whether it has died with them. It has ended when it is down, or has
+    not reported its state for UNREAD_SECONDS.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Registry:
         self._discover = discover
         self._silence_patience = silence_patience
         self._watch = watch
-        # Called with an engine whose instance has died: it reports another one, or is down and no longer listed.
+        # Called with an engine whose instance has died: it reports another one, or has ended and is no longer listed.
         self.on_end: Callable[[EngineRecord], None] = lambda _: None
         # Called with an engine and the instance that answered with another adapter than the request's.
         self.on_mismatch: Callable[[EngineRecord, str | None], None] = lambda engine, instance: None
@@ -253,9 +257,14 @@ class Registry:
         self._end_dropped()
 
     def _end_dropped(self) -> None:
-        """Stop watching the dropped engines that are down or have no requests, and forget those without requests."""
+        """Stop watching the dropped engines that have ended or have no requests, and forget those without requests."""
         for engine in [*self._leaving.values()]:
-            if engine.condition.health not in (Health.UP, Health.DRAINING) or not engine.requests.tenants:
+            if not engine.requests.tenants:
+                self._stop_watching(engine)
+            elif _has_ended(engine):
+                # Its next instance may have another address.
+                engine.note_end()
+                engine.requests.abandon_unanswered()
                 self._stop_watching(engine)
         self._gone = [engine for engine in self._gone if engine.requests.by_tenant]
 
@@ -271,13 +280,18 @@ class Registry:
         return self._leaving.pop(address.url)
 
     def _stop_watching(self, engine: EngineRecord) -> None:
-        """Stop watching a dropped engine that is down or has no request of this process."""
+        """Stop watching a dropped engine."""
         del self._leaving[engine.url]
         if watching := self._watching.get(engine.url):
             watching.cancel()
-        if engine.condition.health in (Health.DOWN, Health.SILENT):
-            # Its next instance may have another address.
-            engine.note_end()
-        engine.requests.forget_left()
         engine.mark_down("it is no longer listed or announced", Health.DRAINING)
         self._gone.append(engine)
+
+
+def _has_ended(engine: EngineRecord) -> bool:
+    """Return whether a dropped engine is down or asleep, or has not reported its state for UNREAD_SECONDS."""
+    if engine.condition.health is Health.DRAINING:
+        # It answers, but its state is not read.
+        return False
+    is_unread = time.monotonic() - engine.read_at > UNREAD_SECONDS
+    return is_unread or engine.condition.health in (Health.DOWN, Health.ASLEEP)

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from itertools import pairwise
@@ -13,11 +14,12 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
-from gateway.fleet import own_requests
+from gateway.fleet import own_requests, registry
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Report, SharedDeaths
+from gateway.process.background import running as in_background
 from gateway.settings import Settings
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
@@ -144,27 +146,38 @@ async def names_both(redis_url: str, of: Settings, engine: str) -> bool:
 
 
 class World:
-    """A registry with the engines at `listed`, which report an instance and are as `health` says."""
+    """A registry with the engines at `listed`. The first one is as `health` says, and reports a state if `is_read`."""
 
     def __init__(self) -> None:
         self.listed = [Address("http://one:1")]
-        self.health = Health.UP
+        self.health, self.is_read, self.checks = Health.UP, True, 0
         self.ended = list[str | None]()
-        self.registry = Registry(self._discover, cast(Any, self._check))
+        self.registry = Registry(self._discover, cast(Any, self))
         self.registry.on_end = lambda engine: self.ended.append(engine.state.instance)
 
     async def _discover(self) -> list[Address]:
         return self.listed
 
-    async def _check(self, engine: EngineRecord) -> None:
-        if self.health is not Health.UP:
-            engine.mark_down("of the test", self.health)
-        else:
+    async def __call__(self, engine: EngineRecord) -> None:
+        self.checks += 1
+        if engine.url == "http://two:1":
             engine.mark_up()
+            return
+        if self.is_read:
+            engine.observe_state(engine.state, engine.requests.in_flight)
+        if self.health is Health.UP:
+            engine.mark_up()
+        elif self.health is Health.MISCONFIGURED:
+            engine.mark_misconfigured("of the test")
+        else:
+            engine.mark_down("of the test", self.health)
+
+    async def follow(self, *_: Any) -> bool:
+        return False
 
     async def start(self) -> EngineRecord:
         await self.registry.poll()
-        [engine] = self.registry.engines
+        engine = self.registry.engines[0]
         engine.observe_state(EngineState(instance="i"), 0)
         self.ended.clear()
         return engine
@@ -210,3 +223,86 @@ async def test_an_engine_without_requests_is_forgotten_at_once():
     await world.registry.poll()
     assert world.registry.with_dropped == ()
     assert engine.condition.health is Health.DRAINING
+
+
+async def be_unanswered(engine: EngineRecord) -> None:
+    """Wait like a request that the engine has not begun to answer. Raises TimeoutError if the wait is ended."""
+    async with asyncio.timeout(None) as wait:
+        engine.requests.unanswered.add(wait)
+        await asyncio.sleep(30.0)
+
+
+@pytest.mark.parametrize("health", [Health.SILENT, Health.MISCONFIGURED])
+async def test_a_dropped_engine_that_is_not_up_has_not_ended(health: Health):
+    """A starved engine counted as dead at once, and the requests left on a misconfigured one were forgotten."""
+    world = World()
+    engine = await world.start()
+    with engine.requests.count(None, "a"):
+        with engine.requests.count(None, "b"):
+            pass
+        world.listed, world.health, world.is_read = [], health, False
+        for _ in range(3):
+            await world.registry.poll()
+            assert world.registry.report_left(engine.url, "i")[0] == {"a", "b"}
+        assert world.ended == []
+        world.health = Health.DOWN
+        await world.registry.poll()
+        await world.registry.poll()
+        assert world.ended == ["i"]
+
+
+async def test_a_dropped_engine_that_was_only_silent_ends_without_a_death():
+    world = World()
+    engine = await world.start()
+    with engine.requests.count(None, "a") as request:
+        for world.health in (Health.SILENT, Health.UP):
+            world.listed = []
+            await world.registry.poll()
+        request.end()
+    await world.registry.poll()
+    assert (world.ended, world.registry.with_dropped) == ([], ())
+
+
+@pytest.mark.parametrize("health", [Health.UP, Health.SILENT, Health.MISCONFIGURED])
+async def test_a_dropped_engine_that_reports_no_state_has_ended_after_a_time(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+):
+    """Another server may have its address: its answers to health checks show nothing of the engine."""
+    world = World()
+    engine = await world.start()
+    monkeypatch.setattr(registry, "UNREAD_SECONDS", 0.5)
+    with engine.requests.count(None, "a"):
+        world.listed, world.health = [], health
+        polls_until = time.monotonic() + 2.0
+        while time.monotonic() < polls_until:
+            await world.registry.poll()
+            await asyncio.sleep(0.01)
+        assert world.ended == [], "it reports its state"
+        world.is_read = False
+
+        async def has_ended() -> bool:
+            await world.registry.poll()
+            return world.ended == ["i"]
+
+        waiting = asyncio.create_task(be_unanswered(engine))
+        await until(has_ended)
+        with pytest.raises(TimeoutError):
+            await waiting
+        before = world.checks
+        await world.registry.poll()
+        assert (world.checks, world.ended) == (before, ["i"]), "its address gets no further checks"
+
+
+async def test_unanswered_requests_leave_a_dropped_engine_that_is_silent():
+    """They waited for the engine's time-out if another engine came later."""
+    world = World()
+    engine = await world.start()
+    async with in_background(world.registry.watch(lambda: None)):
+        with engine.requests.count(None, "a"):
+            waiting = asyncio.create_task(be_unanswered(engine))
+            world.listed, world.health = [], Health.SILENT
+            await until(lambda: asyncio.sleep(0, not engine.is_listed and engine.condition.health is Health.SILENT))
+            world.listed = [Address("http://two:1")]
+            with pytest.raises(TimeoutError):
+                await waiting
+    assert world.ended == []
