@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,9 +29,11 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
-# Maximum names of requests (120 bytes each) in one entry of a process's last report. A longer report is divided,
-# because an entry of megabytes might not reach Redis in time, and all tenants' requests would be lost.
+# Maximum tenants and names of requests (120 bytes each) in one entry of a process's last report. A longer report is
+# divided, because an entry of megabytes might not reach Redis in time, and all tenants' requests would be lost.
 MAX_NAMES = 1000
+# Longest time for all entries of a process's last report. Without the last entry, the others wait ALIVE_SECONDS.
+LEAVE_SECONDS = 5.0
 # A process counts as ended after this time without a call. It is long, because a suspended process may still have
 # requests on engines.
 ALIVE_SECONDS = 60
@@ -169,21 +172,24 @@ class SharedDeaths:
         if found is not None:
             self.processes = {each.decode() for each in found}
         new = list[Entry]()
-        for entry_id, (process, encoded, *added) in entries:
-            # Redis has added the living processes; the previous release adds nothing.
-            alive = dict(zip(added[::2], added[1::2], strict=True)).get(b"processes", b"")
-            if process != self.process.encode() and (report := _decode(encoded, alive)) is not None:
-                number = _number(entry_id)
-                new.append(Entry(number, process.decode(), report, max(0.0, now - number[0]) / 1000))
+        for entry_id, fields in entries:
+            entry = _decode(entry_id, fields, now)
+            if entry is not None and entry.process != self.process:
+                new.append(entry)
         return new
 
     async def leave(self, seconds: float, left: Sequence[OrphanedRequests] = ()) -> None:
         """Tell the others that this process has ended, so that no death waits for its report. left: as in Report."""
         parts = _divide(left)
-        for number, part in enumerate(parts, 1):
-            if await self.add(Report(NO_ENGINE, [], [], left=part, continues=number < len(parts)), seconds) is None:
-                return
-        await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                for number, part in enumerate(parts, 1):
+                    report = Report(NO_ENGINE, [], [], left=part, continues=number < len(parts))
+                    if await self.add(report, seconds) is None:
+                        return
+                await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
+        except TimeoutError:
+            log.warning("this process's last report took more than %g s; the others know a part of it", LEAVE_SECONDS)
 
     async def wait(self) -> bool:
         """Wait for a report that is not read yet, for at most WAIT_SECONDS. Return whether there is one.
@@ -219,15 +225,28 @@ class SharedDeaths:
 
 
 def _divide(left: Sequence[OrphanedRequests]) -> list[list[OrphanedRequests]]:
-    """Divide requests into parts of at most MAX_NAMES names. The first part of an engine has all of its tenants."""
-    parts = [list[OrphanedRequests]()]
+    """Divide requests into parts of at most MAX_NAMES tenants and names. Each name's tenant is in its part."""
+    parts, room = [list[OrphanedRequests]()], MAX_NAMES
     for each in left:
-        for start in range(0, max(1, len(each.suspects)), MAX_NAMES):
-            suspects = each.suspects[start : start + MAX_NAMES]
-            tenants = [*{suspect.tenant_id for suspect in suspects}] if start else each.tenants
-            if sum(len(one.suspects) for one in parts[-1]) + len(suspects) > MAX_NAMES:
-                parts.append([])
-            parts[-1].append(OrphanedRequests(each.engine, each.instance, tenants, suspects))
+        names_of = defaultdict[str, list[Suspect]](list)
+        for suspect in each.suspects:
+            names_of[suspect.tenant_id].append(suspect)
+        piece: OrphanedRequests | None = None
+        for tenant_id in each.tenants:
+            names = names_of[tenant_id]
+            while True:
+                if room < 2:
+                    parts.append([])
+                    piece, room = None, MAX_NAMES
+                if piece is None:
+                    piece = OrphanedRequests(each.engine, each.instance, [], [])
+                    parts[-1].append(piece)
+                taken, names = names[: room - 1], names[room - 1 :]
+                piece.tenants.append(tenant_id)
+                piece.suspects += taken
+                room -= 1 + len(taken)
+                if not names:
+                    break
     return parts
 
 
@@ -235,13 +254,18 @@ def _number(entry_id: bytes) -> tuple[int, ...]:
     return tuple(int(each) for each in entry_id.split(b"-"))
 
 
-def _decode(encoded: bytes, alive: bytes) -> Report | None:
-    """Return the report of an entry, None if it cannot be decoded. alive: further processes that must answer."""
+def _decode(entry_id: bytes, fields: Sequence[bytes], now: float) -> Entry | None:
+    """Return an entry of the stream, None if it cannot be decoded. now: the server's clock in milliseconds."""
     try:
+        process, encoded, *added = fields
+        # Redis has added the living processes; the previous release adds nothing.
+        alive = dict(zip(added[::2], added[1::2], strict=True)).get(b"processes", b"")
         report = msgspec.json.decode(encoded, type=Report)
-    except msgspec.DecodeError as error:
+        if report.processes:
+            report.processes = [*{*report.processes, *alive.decode().split()}]
+        number = _number(entry_id)
+        return Entry(number, process.decode(), report, max(0.0, now - number[0]) / 1000)
+    except (ValueError, RecursionError) as error:
+        # Another release, or another writer. The error of a bad encoding is a ValueError, as msgspec's errors are.
         log.warning("dropped a report of an engine's death that cannot be decoded: %s", error)
         return None
-    if report.processes:
-        report.processes = [*{*report.processes, *alive.decode().split()}]
-    return report

@@ -14,3 +14,4 @@ def clock() -> Clock:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a busy machine from dropping a report by its time-out."""
     monkeypatch.setattr("gateway.fleet.shared_deaths.CALL_SECONDS", 20.0)
+    monkeypatch.setattr("gateway.fleet.shared_deaths.LEAVE_SECONDS", 60.0)

@@ -159,6 +159,43 @@ async def test_a_farewell_with_many_requests_is_sent_in_bounded_entries(any_redi
     assert other.processes == {other.process}
 
 
+async def test_a_farewell_with_many_tenants_is_sent_in_bounded_entries(any_redis: Any):
+    """All tenants of an engine were in a single entry, whatever their number."""
+    leaving, other = (SharedDeaths(any_redis, "of the test") for _ in range(2))
+    tenants = [f"{number:032}" for number in range(2 * MAX_NAMES)]
+    names = [Suspect("request", tenant, "m") for tenant in tenants[::4]]
+    await leaving.leave(100.0, [OrphanedRequests(URLS[0], "i", tenants, names)])
+    reports = [entry.report for entry in await other.read()]
+    found = [each for report in reports for each in report.left]
+    assert [tenant for each in found for tenant in each.tenants] == tenants
+    assert [suspect for each in found for suspect in each.suspects] == names
+    assert all(len(each.tenants) + len(each.suspects) <= MAX_NAMES for each in found)
+    assert all({suspect.tenant_id for suspect in each.suspects} <= {*each.tenants} for each in found)
+
+
+async def test_a_farewell_has_a_total_time_limit(
+    any_redis: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Each of its entries had a time limit of its own, so a slow Redis could use up the time to stop."""
+    leaving, other = (SharedDeaths(any_redis, "of the test") for _ in range(2))
+    monkeypatch.setattr("gateway.fleet.shared_deaths.LEAVE_SECONDS", 0.5)
+    add, sent = leaving.add, list[Report]()
+
+    async def slowly(report: Report, seconds: float) -> tuple[int, ...] | None:
+        await asyncio.sleep(0.1)
+        sent.append(report)
+        return await add(report, seconds)
+
+    monkeypatch.setattr(leaving, "add", slowly)
+    names = [Suspect("request", "b", f"{number}") for number in range(30 * MAX_NAMES)]
+    await leaving.leave(100.0, [OrphanedRequests(URLS[0], "i", ["b"], names)])
+    assert 0 < len(sent) < 10
+    assert all(report.continues for report in sent)
+    assert "the others know a part of it" in caplog.text
+    await other.read()
+    assert leaving.process in other.processes, "they wait for its reports"
+
+
 async def test_every_request_of_a_long_farewell_is_taken_over(any_redis: Any):
     processes, record, tenants = Processes(any_redis), engine(URLS[0]), ("b", "c", "d")
     record.observe_state(EngineState(instance="i"), 0)

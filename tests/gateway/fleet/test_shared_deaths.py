@@ -54,6 +54,41 @@ async def test_a_report_that_cannot_be_read_is_skipped(any_redis: Any, caplog: p
             await until(knows)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {b"process": b"\xff"},
+        {b"\xff": b'{"engine":"e","tenants":[],"suspects":[]}'},
+        {b"process": b'{"engine":"\xff","tenants":[],"suspects":[]}'},
+        {b"process": b'{"engine":"e","tenants":[],"suspects":[],"processes":["p"]}', b"processes": b"\xff"},
+        {b"process": b'{"engine":"e","tenants":[],"suspects":[],"x":' + 9999 * b"[" + 9999 * b"]" + b"}"},
+        {b"process": b'{"engine":"e","tenants":[],"suspects":[["request","b"]]}'},
+    ],
+)
+async def test_an_entry_with_an_odd_shape_hides_no_other(
+    fields: dict[bytes, bytes], any_redis: Any, caplog: pytest.LogCaptureFixture
+):
+    """Its error lost all entries that were read with it."""
+    deployment = uuid.uuid4().hex
+    writing, reading = (SharedDeaths(any_redis, deployment) for _ in range(2))
+    await writing.add(Report("http://one:1", [], []), 100.0)
+    await any_redis.xadd(writing._key, fields)
+    await writing.add(Report("http://two:1", [], []), 100.0)
+    assert [entry.report.engine for entry in await reading.read()] == ["http://one:1", "http://two:1"]
+    assert caplog.text.count("cannot be decoded") == 1
+
+
+async def test_an_entry_with_a_field_without_value_hides_no_other(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
+    shared = SharedDeaths(any_redis, uuid.uuid4().hex)
+    good = b'{"engine":"e","tenants":[],"suspects":[]}'
+
+    async def answer(*_: Any, **__: Any) -> Any:
+        return [[b"p"], 0, [[b"1-0", [b"p"]], [b"2-0", [b"p", good, b"more"]], [b"3-0", [b"p", good]]]]
+
+    monkeypatch.setattr(shared, "_read", answer)
+    assert [entry.id for entry in await shared.read()] == [(3, 0)]
+
+
 async def test_tenants_are_unknown_until_each_process_has_answered(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one(stands_still=True) as still:
