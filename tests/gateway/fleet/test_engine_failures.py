@@ -118,7 +118,8 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
             # The next attempts find an engine that has only the other tenant's requests.
             await until(has_waited)
             assert [each["state"] for each in await versions(acme)] == ["validating"]
-            assert len(await gateway.engine_faults()) == 1
+            # The failed engine's last report may arrive after the probe's end and mark it as up until the next check.
+            await gateway.engines_up(1)
             over.set()
             for each in attack:
                 each.cancel()
