@@ -1,7 +1,7 @@
 """A model small enough for a test: two random Llama layers and tokenizers trained on a few lines."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -165,3 +165,11 @@ def save_adapter(
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
+
+
+def save_base_and_adapters(folder: Path, ranks: Sequence[int]) -> Path:
+    """Write the model as `base` and an adapter of each rank as `adapter-0`, `adapter-1`, ...; return the folder."""
+    save_model(folder / "base", max_model_len=256)
+    for i, rank in enumerate(ranks):
+        save_adapter(folder / f"adapter-{i}", rank=rank, seed=i)
+    return folder

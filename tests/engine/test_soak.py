@@ -20,7 +20,7 @@ from adapters.tiers.pages import PAGE_RANK
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams, TokenLogprobs
-from testing.tiny import save_adapter, save_model
+from testing.tiny import save_base_and_adapters
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 RANKS = (3, PAGE_RANK, PAGE_RANK + 1, 2 * PAGE_RANK, 2 * PAGE_RANK)
@@ -45,11 +45,7 @@ class Answer:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
-    for i, rank in enumerate(RANKS):
-        save_adapter(folder / f"adapter-{i}", rank=rank, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), RANKS)
 
 
 @pytest.fixture

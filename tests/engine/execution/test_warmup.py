@@ -23,7 +23,7 @@ from engine.scheduling.request import NewRequest, SamplingParams
 from engine.scheduling.token_rules import AllowedTokens
 from kernels.gpu.ops import TritonOps
 from testing.card import Card
-from testing.tiny import save_adapter, save_model
+from testing.tiny import save_base_and_adapters
 
 MIB = 1 << 20
 RANKS = (3, 8, 20)
@@ -31,11 +31,7 @@ RANKS = (3, 8, 20)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
-    for i, rank in enumerate(RANKS):
-        save_adapter(folder / f"adapter-{i}", rank=rank, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), RANKS)
 
 
 def variant(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
