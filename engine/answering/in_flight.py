@@ -6,7 +6,6 @@ Knows the core only as `engine.core.client.Core`.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -16,6 +15,7 @@ from engine.core.messages import NO_RULES, TokenRules
 from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.outputs import next_output, without_arrays
 from engine.scheduling.request import NewRequest, RequestOutput
+from wire.shared_capacity import SharedCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ class InFlight:
         outputs.
         """
         self._core = core
-        self._max_requests = max_requests
         self._on_step = on_step
         self._accepting = True
         # Sequence id -> group of its HTTP request, and its index in the group.
@@ -43,7 +42,7 @@ class InFlight:
         self._last: dict[str, RequestOutput] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
         # answer.
-        self._placed: Counter[str] = Counter()  # by tenant
+        self._places = SharedCapacity(max_requests, max(1, max_requests // 2))
         # Set while nothing is in flight, and by `stop_waiting`.
         self._drained = asyncio.Event()
         self._drained.set()
@@ -60,32 +59,38 @@ class InFlight:
 
     def max_requests(self, tenant_id: str) -> int:
         """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
-        Callers without a tenant do not come from a gateway and may use all places.
+
+        A tenant with more than one sequence also leaves as many places free as it holds (`_check_room`). Callers
+        without a tenant do not come from a gateway and may use all places.
         """
-        return max(1, self._max_requests // 2) if tenant_id else self._max_requests
+        return self._places.share if tenant_id else self._places.total
+
+    @property
+    def num_placed(self) -> int:
+        """Return the number of reserved places."""
+        return self._places.held
 
     @contextmanager
     def place(self, count: int, tenant_id: str = "") -> Iterator[None]:
         """Reserve places for a request's sequences until the client has received the answer.
 
-        Raises QueueFull if no place is free, TenantQueueFull if the tenant uses all of its places, EngineUnavailable
-        after a failure or while closing.
+        Raises QueueFull if not enough places are free, TenantQueueFull if the tenant uses all of its places,
+        EngineUnavailable after a failure or while closing.
         """
+        self._check_open()
         self._check_room(count, tenant_id)
-        self._placed[tenant_id] += count
+        self._places.change(tenant_id, count)
         try:
             yield
         finally:
-            self._placed[tenant_id] -= count
-            if not self._placed[tenant_id]:
-                del self._placed[tenant_id]
+            self._places.change(tenant_id, -count)
 
     def submit(self, sequences: list[NewRequest], rules: TokenRules = NO_RULES) -> SequenceGroup:
         """Queue the sequences of one HTTP request. Their places must be reserved. rules: token rules of all of them.
 
         Raises EngineUnavailable after a failure or while closing.
         """
-        self._check_room(0, "")
+        self._check_open()
         group = SequenceGroup(self, [new.request_id for new in sequences])
         self._core.add(sequences, rules)  # sent at the end of this iteration, so no event of theirs comes before
         for i, new in enumerate(sequences):
@@ -93,16 +98,22 @@ class InFlight:
         self._drained.clear()
         return group
 
-    def _check_room(self, count: int, tenant_id: str) -> None:
+    def _check_open(self) -> None:
         if self._core.failure is not None:
             raise EngineUnavailable(self._core.failure)
         if not self._accepting:
             raise EngineUnavailable("The engine is shutting down.", retry_after=1)
-        placed = self._placed.total()
-        if placed + count > self._max_requests:
+
+    def _check_room(self, count: int, tenant_id: str) -> None:
+        placed, own = self._places.held, self._places.held_by(tenant_id)
+        if placed + count > self._places.total:
             raise QueueFull(f"{placed} requests are in flight, which is the limit.", retry_after=1)
-        if self._placed[tenant_id] + count > self.max_requests(tenant_id):
-            message = f"{self._placed[tenant_id]} of your requests are in flight here already."
+        # A tenant's only sequence may take the last place.
+        if tenant_id and not self._places.has_room(tenant_id, count, leaves_room=own + count > 1):
+            message = (
+                f"{own} of your requests are in flight here already; {count} more would leave fewer places to other "
+                "tenants than you use."
+            )
             raise TenantQueueFull(message, retry_after=1)
 
     def abort(self, request_id: str) -> None:

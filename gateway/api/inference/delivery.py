@@ -20,9 +20,9 @@ from gateway.errors import ClientGone
 from gateway.fleet.large_objects import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
-from gateway.sharing.shared_capacity import SharedCapacity
 from gateway.sharing.start_limiter import CLOCK_SECONDS, StartLimiter
 from wire.bounded_dict import BoundedDict
+from wire.shared_capacity import SharedCapacity
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
 from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
 from gateway.process.gil_priority import lower_gil_priority
-from gateway.sharing.shared_capacity import SharedCapacity
+from wire.shared_capacity import SharedCapacity
 
 T = TypeVar("T")
 

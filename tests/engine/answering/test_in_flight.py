@@ -1,11 +1,14 @@
-"""A sequence's plain tokens on the event loop: each becomes an output after the last one, and none is lost silently."""
+"""Sequences on the event loop: the tenants' shares of places; each plain token becomes an output after the last one."""
 
 import asyncio
+from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 
 from engine.answering.in_flight import InFlight
 from engine.core.client import Core
+from engine.errors import QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 LOGPROBS = [TokenLogprobs(5, -0.1, 1, [], [])]
@@ -84,3 +87,68 @@ async def test_sequences_that_cannot_be_sent_leave_nothing_in_flight() -> None:
         in_flight.submit([NewRequest("a", [1, 2], SamplingParams(), priority=10**30)])
     assert in_flight.number == 0
     await asyncio.wait_for(in_flight.wait_idle(), 60)
+
+
+class Places:
+    """The places of an engine with the default limits."""
+
+    def __init__(self, total: int = 64 + 1024) -> None:
+        self.in_flight = InFlight(Sink(), max_requests=total)
+        self.stack = ExitStack()
+
+    def fill(self, tenant_id: str, count: int = 1) -> int:
+        """Let a tenant have as many requests of `count` sequences as it may; return the number of sequences."""
+        held = 0
+        while self.take(tenant_id, count):
+            held += count
+        return held
+
+    def take(self, tenant_id: str, count: int = 1) -> bool:
+        """Reserve the places of one request. Return whether it got them."""
+        try:
+            self.stack.enter_context(self.in_flight.place(count, tenant_id))
+        except QueueFull:
+            return False
+        return True
+
+
+async def test_a_tenant_alone_gets_half_of_the_places_in_one_request_or_many() -> None:
+    assert Places().fill("a", 544) == 544
+    places = Places()
+    assert places.fill("a") == places.in_flight.max_requests("a") == 544
+    with pytest.raises(TenantQueueFull, match="544 of your requests are in flight here already"):
+        places.stack.enter_context(places.in_flight.place(1, "a"))
+    places.stack.close()
+    assert places.in_flight.num_placed == 0
+
+
+@pytest.mark.parametrize(("colluding", "rest"), [(2, 136), (3, 68), (10, 1)])
+async def test_tenants_that_act_together_leave_places_to_another_one(colluding: int, rest: int) -> None:
+    """Two tenants with half each took every place, and all others got 503 until one of them ended."""
+    places = Places()
+    held = [places.fill(f"colluding-{number}") for number in range(colluding)]
+    assert held[:2] == [544, 272]
+    assert places.fill("honest") == rest
+
+
+async def test_tenants_that_fill_the_places_at_the_same_time_leave_as_many_to_another_one() -> None:
+    places = Places()
+    held = Counter(dict.fromkeys("abc", 0))
+    while got := [tenant_id for tenant_id in held if places.take(tenant_id)]:
+        held.update(got)
+    assert held == {"a": 272, "b": 272, "c": 272}
+    assert places.fill("honest") == 136
+
+
+async def test_many_tenants_with_few_sequences_use_every_place() -> None:
+    places = Places()
+    for number in range(1088):
+        places.stack.enter_context(places.in_flight.place(1, f"tenant-{number}"))
+    with pytest.raises(QueueFull) as refused:
+        places.stack.enter_context(places.in_flight.place(1, "late"))
+    assert not isinstance(refused.value, TenantQueueFull)
+
+
+async def test_places_of_an_engine_without_a_gateway_have_no_shares() -> None:
+    places = Places(8)
+    assert places.fill("") == 8

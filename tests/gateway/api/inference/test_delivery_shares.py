@@ -1,46 +1,10 @@
-"""A shared capacity: the shares of owners that act together."""
+"""Memory of unread answers: the shares of tenants that act together, and the turns of those that wait."""
 
 import asyncio
 from typing import Any, cast
 
-import pytest
-
 from gateway.api.inference.delivery import Deliveries, Delivery
 from gateway.metrics import Metrics
-from gateway.sharing.shared_capacity import SharedCapacity
-
-
-def fill(capacity: SharedCapacity, owner: str, step: int = 1) -> int:
-    """Let an owner take as much as it may, in steps; return its total."""
-    held = 0
-    while capacity.has_room(owner, step):
-        capacity.change(owner, step)
-        held += step
-    return held
-
-
-@pytest.mark.parametrize("leaves_room", [False, True])
-def test_one_owner_gets_half(leaves_room: bool):
-    assert fill(SharedCapacity(1024, leaves_room=leaves_room), "a") == 512
-
-
-def test_owners_that_act_together_leave_some_to_others():
-    capacity = SharedCapacity(1024, leaves_room=True)
-    assert [fill(capacity, owner) for owner in "abcd"] == [512, 256, 128, 64]
-    # Room that one owner returns goes to owners that hold less than they leave free.
-    capacity.change("a", -512)
-    assert fill(capacity, "d") > 200
-    assert capacity.held < capacity.total
-
-
-def test_owners_that_take_turns_leave_as_much():
-    capacity = SharedCapacity(1024, leaves_room=True)
-    while any(capacity.has_room(owner, 8) for owner in "ab"):
-        for owner in "ab":
-            if capacity.has_room(owner, 8):
-                capacity.change(owner, 8)
-    assert capacity.held <= 2 * 1024 / 3
-    assert fill(capacity, "c") >= 1024 / 8
 
 
 class Unread:
