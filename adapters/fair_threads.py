@@ -157,7 +157,7 @@ class FairThreads:
             self._cpu_used.add(tenant_id, cpu_seconds)
 
     def rest(self, tenant_id: str, seconds: float) -> None:
-        """Let no further job of the tenant start for so long, after earlier rests, but at most MAX_REST_SECONDS."""
+        """Let no further job of the tenant start for `seconds` after earlier rests, but at most MAX_REST_SECONDS."""
         with self._lock:
             self._delay(tenant_id, seconds)
 

@@ -139,7 +139,7 @@ class DirectoryStore:
                     os.utime(final)  # from here on `set_aside` leaves it in place or moves it back
                     _replace_files(folder, final)
                 return
-        raise OSError(errno.EAGAIN, "the stored adapter was removed and put again all the time")
+        raise OSError(errno.EAGAIN, "the stored adapter kept being removed and replaced while it was read")
 
     def spool(self) -> Spool:
         """Return a temporary folder inside the store for an upload; it is not created yet."""

@@ -59,8 +59,9 @@ class EngineConfig:
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: dtype of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of
-    rank. cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on
-    a GPU.
+        rank.
+    cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on a
+        GPU.
     """
 
     model: str = option(help="A model folder, a .gguf file, or a hub id.")
@@ -124,7 +125,8 @@ class EngineConfig:
     )
     core: CoreForm | None = option(
         None,
-        help="Run scheduler and model in a process of their own, or in a thread of the server; default: by device.",
+        help="Run scheduler and model in a process of their own, or in a thread of the server; default: a process on a "
+        "GPU, a thread on the CPU.",
     )
     async_scheduling: bool | None = option(
         None, help="Plan the next step while the current one runs; default: on a GPU."
@@ -137,7 +139,7 @@ class EngineConfig:
     max_lora_rank: int = option(64, least=1, help="Maximum rank of an adapter.")
     lora_dtype: LoraDType = option("auto", help="Dtype of adapters.")
     adapter_memory: int | None = option(
-        None, least=0, is_size=True, help="Device memory for adapters; default: from the device."
+        None, least=0, is_size=True, help="Device memory for adapters; default: derived from the device's memory."
     )
     host_adapter_memory: int | None = option(
         None,
@@ -219,7 +221,9 @@ class ServerConfig:
     lora_modules: tuple[tuple[str, Path], ...] = option((), help="Adapter folders to serve under given names.")
     max_waiting: int = option(1024, least=0, help="Maximum waiting requests; further requests get 503.")
     usage_log: Path | None = option(
-        None, former="--finished-file", help="File of the usage log, which keeps requests' token counts over restarts."
+        None,
+        former="--finished-file",
+        help="File of the usage log, which keeps requests' token counts across restarts.",
     )
     tool_call_parser: ToolFormatName | None = option(
         None, help="Format of tool calls; default: from the chat template."

@@ -1,6 +1,6 @@
 """Times of an engine's steps on this machine's CPU, measured before the engine exists.
 
-The engine's own decoder and sampler run steps of the expected sizes, with so many of the model's layers that no cache
+The engine's own decoder and sampler run steps of the expected sizes, with enough of the model's layers that no cache
 holds them. Each further layer takes as long as a measured one. Rooflines and measured products left an error of up to a
 half (docs/lab-notes.md), because attention, norms and the wake-up of threads are not in them.
 """

@@ -146,9 +146,9 @@ class Settings:
     trust_traceparent: bool = False
     # Template of the URL of a request's trace, for the link on the request's page; None: no link.
     trace_url: types.TraceUrl | None = None
-    # Time for which running streams continue after SIGTERM.
+    # Seconds for which running requests continue after SIGTERM and `drain_delay`.
     shutdown_seconds: types.Seconds = 20.0
-    # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.
+    # Seconds after SIGTERM in which `/readyz` is 503 while requests are still accepted; `shutdown_seconds` follows.
     drain_delay: types.Delay = 0.0
     # Maximum age of a browser's session, and maximum time without use.
     session_seconds: types.Seconds = 43_200.0

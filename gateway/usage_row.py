@@ -15,13 +15,18 @@ MAX_USER_CHARS = 128
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     """Usage row of a request. Times are in ms from the request's arrival.
 
+    cost: in micro-units.
     status: "ok", "cancelled" (the client left), "revoked" (its key became invalid), "limited" (a token rate ended it),
-    "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died). cost:
-    in micro-units. served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none. surcharge:
-    the tokens of the token rates beyond prompt and completion. version: the adapter's version; None for the base model
-    and for mixtures. admission_ms: time until the reservation. queue_ms: the wait for an engine after it.
-    reserved_tokens: number reserved in the token rates. end_user: the request's `user`, as `shown_user` returns it.
-    error_code: error code of a failed request. base: name of the base model; None in rows of the previous release.
+        "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died).
+    served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none.
+    surcharge: the tokens of the token rates beyond prompt and completion.
+    version: the adapter's version; None for the base model and for mixtures.
+    admission_ms: time until the reservation.
+    queue_ms: wait for an engine after the reservation.
+    reserved_tokens: number reserved in the token rates.
+    end_user: the request's `user`, as `shown_user` returns it.
+    error_code: error code of a failed request.
+    base: name of the base model; None in rows of the previous release.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]

@@ -8,7 +8,9 @@ from pathlib import Path
 class DeviceKind:
     """A kind of device.
 
-    torch_type: torch's name for it. module, platform: where its `kernels.platform.Platform` is. is_host: as there.
+    torch_type: torch's name for it.
+    module, platform: module and class of its `kernels.platform.Platform`.
+    is_host: as in `Platform`.
     drivers: files of which a machine with such a device has at least one; empty: every machine has the device.
     """
 

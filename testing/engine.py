@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.model.decoder import Decoder
     from engine.scheduling.request import RequestOutput, TokenLogprobs
 
-# Fields of a request whose steps each take at least so many seconds, with the fixture `slow_steps` or in a process of
+# Fields of a request whose steps each take at least SLOW_STEP_S, with the fixture `slow_steps` or in a process of
 # `testing.broken_core`. A request of 3,500 tokens thus runs for 70 s, however fast the machine.
 SLOW: dict[str, Any] = {"cache_salt": "slow"}
 SLOW_STEP_S = 0.02

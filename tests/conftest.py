@@ -33,7 +33,7 @@ with contextlib.suppress(ImportError):
     port_finder.find_free_port = lambda host: free_port()
 
 ROOT = Path(__file__).resolve().parent.parent
-# The files that took over 15 s on 2026-11-29, longest first. A file of a group of files has the place of its group.
+# The files that took over 15 s on 2026-11-29, longest first. A group of files is listed by any of its files.
 SLOW = (
     "e2e/browser/test_walk.py",
     "e2e/browser/test_clean_pages.py",

@@ -207,7 +207,7 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
 
 
-# The begin of a text, sentence or paragraph.
+# Start of a text, sentence or paragraph.
 _OPENING = r"""(?:\A|[.!?;]["')`]*\s+|\n\s*\n\s*)"""
 # By rule, texts that it forbids. A sentence that opens with such a word must be read twice.
 FORBIDDEN = {

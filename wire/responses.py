@@ -280,7 +280,7 @@ class EngineStateResponse(Struct):
     generated_tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    # Totals of the gateways' finished requests since the file of finished requests exists, as they are billed.
+    # Totals of the gateways' finished requests since the usage log was created, as they are billed.
     ended_requests: int
     ended_prompt_tokens: int
     ended_completion_tokens: int

@@ -62,8 +62,9 @@ class Target:
 class Order:
     """Order to run one round.
 
-    cpu_curve: CPU seconds that the attack `busy-loop` takes from the round's begin to several moments, as pairs of
-    moment and CPU seconds; none: it computes without pause. served: requests a second of `Attacker.as_served`.
+    cpu_curve: CPU seconds that the attack `busy-loop` has used at several times of the round, as pairs of seconds since
+        the round's start and CPU seconds; empty: it computes without pause.
+    served: requests a second of `Attacker.as_served`.
     """
 
     seconds: float

@@ -152,7 +152,7 @@ class StepThread:
             return not self._stopping
 
     def _run_commands(self, seconds: float = COMMANDS_S) -> None:
-        """Run queued commands in order for so long. The rest run later."""
+        """Run queued commands in order for at most `seconds`; the rest run later."""
         end = time.perf_counter() + seconds
         while self._commands and time.perf_counter() < end:
             self._commands.popleft()()

@@ -53,8 +53,9 @@ class Drafter:
         self.is_catching_up = False  # whether the proposer caught up with requests in the last plan
 
     def expects(self, requests: Collection[Request]) -> bool:
-        """Return whether drafts are likely to pay in the next step of these requests, whose newest tokens are in
-        flight. If so, these tokens have to be read before the step is planned.
+        """Return whether drafts are likely to raise the tokens per second of the requests' next step.
+
+        The requests' newest tokens are in flight; drafts need them read before the step is planned.
         """
         number = len(requests)
         if (obstacle := self._obstacle(number)) is not None:
@@ -148,7 +149,7 @@ class Drafter:
         return dict(self._outcomes)
 
     def _obstacle(self, num_decodes: int) -> Outcome | None:
-        """Return why a step with so many decodes has no drafts, whatever its requests; None if it may have some."""
+        """Return why no step with `num_decodes` decodes has drafts; None if its requests decide."""
         if num_decodes >= self._most_rows:
             return "no_room"
         if not self._times.may_draft(num_decodes):

@@ -122,9 +122,10 @@ class Pacer:
         """Return the budget of a step with `num_decodes` decodes.
 
         target: time in seconds that light tenants' prompts may take, and up to which `prompt_pressure` may enlarge the
-        chunks of others; None: no such limits. See also `MIN_ROWS`. num_seated: number of requests that run once each
-        free seat has a waiting one. Up to the target, prompts may have as many rows as these lack decodes: a decode
-        step of all of them takes as long, and smaller chunks would leave seats empty.
+            chunks of others; None: no such limits. See also `MIN_ROWS`.
+        num_seated: number of running requests after waiting ones have taken the free seats. Within the target, prompts
+            may have `num_seated - num_decodes` rows: a decode step of all these requests takes as long, and smaller
+            chunks would leave seats empty.
         """
         paced = self.prompt_budget(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:

@@ -188,15 +188,15 @@ class Request:
     is_plain: whether a step needs only its token: no mask, penalties or edits of logits, no log-probabilities.
     has_news: whether its next output may differ from its last one in more than the token. True unless it is plain and
         nothing else has changed since its last output.
-    turn: key that orders its tenant's waiting requests. arrived, queued_at: times at which it entered the engine and
-        last began to wait.
-    planned_cost: cost of its part of the planned step, returned if the step is not executed; see also
-        `Streams.take_cost`.
-        num_paid: number of its first tokens that had been computed, and so paid for, at a preemption. num_kept: number
-        of tokens computed at its last preemption, whose blocks may still be cached; 0 if it has started again.
-    drafts: proposed tokens after the newest one that the in-flight step computes, and that no sampled token has
-        confirmed yet. num_drafted: number of drafts of the step at its launch. can_draft: whether a step may have
-        drafts. lookup: source of the drafts.
+    turn: key that orders its tenant's waiting requests.
+    arrived, queued_at: times at which it entered the engine and last began to wait.
+    planned_cost: cost of its part of the planned step, returned if the step is not executed (`Streams.take_cost`).
+    num_paid: number of its first tokens that had been computed, and so paid for, at a preemption.
+    num_kept: number of tokens computed at its last preemption, whose blocks may still be cached; 0 after a restart.
+    drafts: proposed tokens after the newest, computed by the in-flight step and not confirmed by a sampled token yet.
+    num_drafted: number of drafts of the step at its launch.
+    can_draft: whether a step may have drafts.
+    lookup: source of the drafts.
     """
 
     __slots__ = (

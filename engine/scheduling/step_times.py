@@ -75,11 +75,11 @@ class StepTimes:
         times.credit = min(times.credit, MAX_CREDIT / num_decodes)
 
     def may_catch_up(self, num_decodes: int) -> bool:
-        """Return whether the proposer may catch up with requests in a step with so many decodes."""
+        """Return whether the proposer may catch up with requests in a step with `num_decodes` decodes."""
         return self._times[num_decodes].credit > 0
 
     def may_draft(self, num_decodes: int) -> bool:
-        """Return whether a step with so many decodes may have drafts; if not, it measures the plain time."""
+        """Return whether a step with `num_decodes` decodes may have drafts; if not, it measures the plain time."""
         times = self._times.get(num_decodes)
         return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN
 

@@ -227,7 +227,7 @@ class Authenticator:
     async def problem_of(self, keys: Iterable[str]) -> GatewayError:
         """Return the error of a running request that was ended because of these keys."""
         problems = [problem_of(each, (await self._find(each)).key) for each in keys]
-        return next(filter(None, problems), InvalidKey("This API key is not valid any more."))
+        return next(filter(None, problems), InvalidKey("This API key is no longer valid."))
 
     async def watch(self) -> None:
         """Keep cached keys valid until cancelled. Run it as a task."""

@@ -16,7 +16,7 @@ def problem_of(key_id: str, key: ApiKey | None) -> GatewayError | None:
     if key_id.startswith(SESSION_ITSELF) and (key is None or not key.valid(datetime.now(UTC))):
         return InvalidKey("This session has ended; log in again.")
     if key is None:
-        return InvalidKey("This API key does not exist any more: its tenant has been deleted.")
+        return InvalidKey("This API key no longer exists: its tenant has been deleted.")
     if key.revoked_at is not None:
         return InvalidKey("This API key has been revoked.")
     if not key.valid(datetime.now(UTC)):

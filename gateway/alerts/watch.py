@@ -27,7 +27,7 @@ from gateway.records.leadership import Leadership
 
 log = logging.getLogger(__name__)
 
-# Interval of the looks, and of those at expiring keys, for which the database reads all keys.
+# Interval of the checks. Expiring keys are checked less often, because that reads all keys.
 LOOK_SECONDS, KEYS_SECONDS = 15.0, 300.0
 LAST_LOOK_SECONDS = 2.0
 EXPIRES_WITHIN = timedelta(days=7)

@@ -51,8 +51,11 @@ class Live(Struct, frozen=True, kw_only=True):
 
 
 class Readiness(Struct, frozen=True, kw_only=True):
-    """State of the gateway. parts: "ok", "ok: ..." or the fault. since: begin of each fault, by part. engine_problems:
-    problems of engines without requests.
+    """State of the gateway.
+
+    parts: "ok", "ok: ..." or the fault.
+    since: start of each fault, by part.
+    engine_problems: problems of engines without requests.
     """
 
     status: Literal["ready", "degraded", "not ready"]

@@ -203,7 +203,7 @@ def _not_after(by: TenantPrincipal, expires_at: datetime | None) -> datetime | N
     """Return the expiry of a key that the caller makes. Raises BadRequest if it is after the caller's own."""
     if by.expires_at is not None and expires_at is not None and expires_at > by.expires_at:
         end = by.expires_at.isoformat(timespec="seconds")
-        raise BadRequest(f"expires_at: expected a moment not after the end of your own key, {end}.", param="expires_at")
+        raise BadRequest(f"expires_at: expected a time not after the end of your own key, {end}.", param="expires_at")
     return expires_at or by.expires_at
 
 
@@ -214,7 +214,7 @@ def _earlier(moment: datetime, bound: datetime | None) -> datetime:
 def check_future(expires_at: datetime | None) -> None:
     """Raise BadRequest for an expiry in the past or too far ahead."""
     if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= MAX_LIFE:
-        raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
+        raise BadRequest("expires_at: expected a time in the future, within 100 years.", param="expires_at")
 
 
 class ShownKey(Limits, frozen=True, kw_only=True, omit_defaults=False):  # type: ignore[call-arg]

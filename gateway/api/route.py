@@ -24,14 +24,18 @@ class Upload:
 class Route:
     """Entry of the table of routes.
 
-    handler: a method of the class under which the table lists the route. scope: the scope that the key must have; None
-    if the route needs no key or checks another kind of secret itself; `page` for a browser's session. role: the least
-    role on an admin route or page; by default viewer for reads, operator for changes, and any of a tenant's roles on
-    pages of the console. beyond: words about changes that need another role, for the error. is_open: whether it needs
-    no secret at all.
-    query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
-    a form; several for an answer that is one of them. statuses: the HTTP statuses of successful answers. files: media
-    types of the files that the answer may be instead. streams: whether it accepts "stream": true.
+    handler: a method of the class under which the table lists the route.
+    scope: the scope that the key must have; None if the route needs no key or checks another kind of secret itself;
+        `page` for a browser's session.
+    role: the least role on an admin route or page; by default viewer for reads, operator for changes, and any of a
+        tenant's roles on pages of the console.
+    beyond: words about changes that need another role, for the error.
+    is_open: whether it needs no secret at all.
+    query: the allowed query parameters; None to skip the check.
+    request, response: structs of the bodies; `Upload` for a form; several for an answer that is one of them.
+    statuses: the HTTP statuses of successful answers.
+    files: media types of the files that the answer may be instead.
+    streams: whether it accepts "stream": true.
     """
 
     method: str

@@ -80,7 +80,7 @@ class Speeds:
         self._speeds.put(engine, speed * GAIN**step)
 
     def tokens(self, engine: str, seconds: float) -> int:
-        """Return the tokens that an engine has generated of a choice after so many seconds."""
+        """Return the tokens that an engine has generated of a choice after `seconds`."""
         return round(self._speeds.get(engine, FIRST_SPEED) * seconds)
 
 

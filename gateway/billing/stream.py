@@ -62,7 +62,7 @@ class UsageStream:
         return sorted({tenant_id async for page in self._pages() for tenant_id in page})
 
     async def is_first(self, seconds: float) -> bool:
-        """Return whether it is this process's turn to sweep: no other has asked or published for so many seconds."""
+        """Return whether it is this process's turn to sweep: no other has asked or published for `seconds`."""
         return bool(await self._call(sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def backlog(self) -> tuple[int, dict[str, int]]:
@@ -74,7 +74,7 @@ class UsageStream:
         return int(total or 0), msgspec.json.decode(of_tenants or b"{}", type=dict[str, int])
 
     async def publish(self, backlog: int, of_tenants: Mapping[str, int], seconds: float) -> None:
-        """Publish the backlog to all processes, and keep the turn to sweep for so many more seconds."""
+        """Publish the backlog to all processes, and keep the turn to sweep for another `seconds`."""
         most = dict(heapq.nlargest(MAX_PUBLISHED, of_tenants.items(), key=lambda item: item[1]))
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(BACKLOG, backlog, ex=BACKLOG_SECONDS)

@@ -112,16 +112,25 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those in
-    its host memory, for operators only. foreign_load: number of other gateways' requests. last_foreign_load: the same
-    when a DOWN engine was last up. slots: number of requests that it runs at once. load_seconds: time to load an
-    adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
-    report. observed_at: time of its last report that differed from the one before (monotonic). read_at: time of its
-    last report, or of this record's start. mismatched: the instance that answered with another adapter than the
-    request's. drained: an operator's drain, whatever its health. is_listed: whether discovery lists
-    it. is_ending: whether its instance ends by intention. base: id of its base model; None if it is not on record.
-    on_end: called when its instance has died. on_mismatch: called with the instance of each answer with another adapter
-    than the request's.
+    requests: this process's requests there.
+    resident: digests (no prefix) of the adapters that it holds.
+    host: adapters in its host memory, for operators only.
+    foreign_load: number of other gateways' requests.
+    last_foreign_load: the same when a DOWN engine was last up.
+    slots: number of requests that it runs at once.
+    load_seconds: time to load an adapter.
+    prefetched: adapters in its host memory by hints.
+    request_seconds: time of a request.
+    state: its last report.
+    observed_at: time of its last report that differed from the one before (monotonic).
+    read_at: time of its last report, or of this record's start.
+    mismatched: the instance that answered with another adapter than the request's.
+    drained: an operator's drain, whatever its health.
+    is_listed: whether discovery lists it.
+    is_ending: whether its instance is being stopped on purpose.
+    base: id of its base model; None if it is not on record.
+    on_end: called when its instance has died.
+    on_mismatch: called with the instance of each answer with another adapter than the request's.
     """
 
     address: Address

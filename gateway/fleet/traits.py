@@ -16,15 +16,20 @@ class OwnFields(msgspec.Struct, kw_only=True):
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of an engine kind by which the rest of the gateway treats its engines.
 
-    name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages
-    for operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order
-    tenants fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by
-    which a broken answer is billed; without it, the received counts are billed. takes_hints: whether it loads
-    adapters ahead of their requests (`POST /prefetch`). has_own_secret: whether it is a foreign server, with
-    options and a key of its own instead of the internal token. own_fields: request fields that only this kind
-    serves. splits_prompts: whether an address may name a second server that computes prompts. request_errors: types
-    of the errors in a stream that the request itself causes. shows_messages: whether its messages for such errors
-    may be shown to the client; False for a server whose messages may name others' adapters.
+    name: in logs, spans and the admin API.
+    prefix: before the engine's URL in LORAPLEX_ENGINES.
+    title: in messages for operators.
+    batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order tenants fairly
+        themselves.
+    has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by which a broken answer is
+        billed; without it, the received counts are billed.
+    takes_hints: whether it loads adapters ahead of their requests (`POST /prefetch`).
+    has_own_secret: whether it is a foreign server, with options and a key of its own instead of the internal token.
+    own_fields: request fields that only this kind serves.
+    splits_prompts: whether an address may name a second server that computes prompts.
+    request_errors: types of the errors in a stream that the request itself causes.
+    shows_messages: whether its messages for such errors may be shown to the client; False for a server whose messages
+        may name others' adapters.
     """
 
     name: str

@@ -154,8 +154,10 @@ class _Line(Generic[W]):
 class _Rank(Generic[W]):
     """Waiting lines of one priority, sorted by `key`.
 
-    number: number of its waiting requests. since: begin of its wait without an admission, while requests wait. waited:
-    seconds of such a wait that ended without an admission.
+    number: number of its waiting requests.
+    since: time from which its wait counts while requests wait: its last admission, or `waited` seconds before the first
+        request came.
+    waited: seconds of its last wait, if that ended without an admission.
     """
 
     def __init__(self, priority: int) -> None:

@@ -11,7 +11,7 @@ from wire.http_errors import HTTP_ERRORS
 
 
 class Warming:
-    """Sender of the orders. send: as for waiting requests."""
+    """Tells engines to load adapters that an operator names. send: as in `Prefetch`."""
 
     def __init__(self, registry: Registry, send: SendHint) -> None:
         self._registry = registry

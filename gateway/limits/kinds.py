@@ -26,13 +26,17 @@ BUDGET_PERIODS: dict[BudgetPeriod, tuple[str, str]] = {
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of limit.
 
-    name: in the API, the database and the command line. letter: the last letter of its field in Redis; a letter is
-    never reused for another kind. takes: the amount of each use: one, the request's tokens or cost, or an upload's
-    bytes. period: the period of a rate or budget; None for a gauge, which limits a present number or amount. charged:
-    the event that uses it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone; "alert" kinds
-    refuse nothing, and `gateway/alerts` reports when a tenant's spending reaches them. unit: the words after the value
-    in messages; "{s}" is the plural ending. largest: the highest value that the API accepts. default: value for a new
-    tenant. heading: on the dashboard. title: in sentences of the dashboard, if it differs from the name.
+    name: in the API, the database and the command line.
+    letter: the last letter of its field in Redis; a letter is never reused for another kind.
+    takes: the amount of each use: one, the request's tokens or cost, or an upload's bytes.
+    period: the period of a rate or budget; None for a gauge, which limits a present number or amount.
+    charged: the event that uses it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone; "alert"
+        kinds refuse nothing, and `gateway/alerts` reports when a tenant's spending reaches them.
+    unit: the words after the value in messages; "{s}" is the plural ending.
+    largest: the highest value that the API accepts.
+    default: value for a new tenant.
+    heading: on the dashboard.
+    title: in sentences of the dashboard, if it differs from the name.
     """
 
     name: str

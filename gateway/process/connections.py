@@ -42,7 +42,7 @@ OTHER_DESCRIPTORS = 1024 + MAX_WAITING
 
 
 def allow_descriptors(connections: int) -> None:
-    """Raise the limit of open files, within the hard one, and grow the table of descriptors for so many connections."""
+    """Raise the limit of open files, within the hard one, and grow the descriptor table for `connections`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -57,7 +57,7 @@ def allow_descriptors(connections: int) -> None:
 
 
 def _grow_table(size: int) -> None:
-    """Let the kernel make room for so many descriptors now.
+    """Grow the descriptor table to `size` now.
 
     Linux doubles a process's table when it is full, and the call that fills it, such as `accept`, waits for an RCU
     grace period: 7 to 20 ms. The first burst of 500 connections stalled the event loop four times.

@@ -20,7 +20,7 @@ IDLE_SECONDS = 1.0
 LOOK_SECONDS = 0.02
 # Time for the connections that have arrived to start.
 ARRIVED_SECONDS = 5.0
-# Time for the last errors of running requests: a share of the time that these get, and at most so many seconds.
+# Time for the last errors of running requests: a share of `shutdown_seconds`, and its limit in seconds.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 2.0
 
 

@@ -101,5 +101,5 @@ def read_expired(
 
 
 def moment(microseconds: int) -> datetime:
-    """Return the time that is so many microseconds after 1970."""
+    """Return a time given in microseconds since 1970."""
     return EPOCH + timedelta(microseconds=microseconds)

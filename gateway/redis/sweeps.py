@@ -51,7 +51,7 @@ Client = Redis | RedisCluster
 
 
 async def is_first(redis: Client, key: str, seconds: float) -> bool:
-    """Return whether no process has asked this for so many seconds."""
+    """Return whether no process has called this for `seconds`."""
     return bool(await redis.set(key, b"", nx=True, px=max(1, int(seconds * 1000))))
 
 

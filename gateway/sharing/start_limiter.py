@@ -59,7 +59,7 @@ class StartLimiter:
                 del self._waiting[owner]
 
     def rest(self, owner: str, seconds: float) -> None:
-        """Let no request of the owner begin for so long, after earlier rests, but at most MAX_REST_SECONDS."""
+        """Let no request of the owner begin for `seconds` after its earlier rests, but at most MAX_REST_SECONDS."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if owner not in self._rests:

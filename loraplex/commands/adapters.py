@@ -125,7 +125,7 @@ def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway:
     "delete", epilog=examples("loraplex adapter delete pirate --tenant acme", "loraplex adapter delete pirate@3")
 )
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Delete it although aliases, saved mixtures or running requests use it.")
+@click.option("--force", is_flag=True, help="Delete it even if aliases, saved mixtures or running requests use it.")
 @yes_option
 @tenant_options()
 def delete(name: str, tenant: str | None, force: bool, yes: bool, gateway: Gateway) -> None:

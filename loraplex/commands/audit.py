@@ -49,7 +49,7 @@ SHORT_CHARS = 12
     "--not-action",
     "not_action",
     type=Words(),
-    help="Not these actions, comma separated, such as `adapter,key.create`. For operators.",
+    help="Leave out these actions, comma separated, such as `adapter,key.create`. For operators.",
 )
 @click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")

@@ -20,12 +20,12 @@ DIGEST_CHARS = 19
 
 @click.command(epilog=examples("loraplex residency", "loraplex residency --search acme/pirate --json"))
 @click.option("--search", "q", help="Part of a version's name, such as `acme/pirate`, or of a digest.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Maximum adapters.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Adapters per page.")
 @click.option("--page", type=click.IntRange(1, 1_000_000), default=1, show_default=True, help="Number of the page.")
 @json_option
 @admin_options
 def residency(as_json: bool, gateway: Gateway, **query: Any) -> None:
-    """Show the engines that hold adapters in device or host memory, adapters with most requests first."""
+    """Show which engines hold which adapters in device or host memory, the adapters with most requests first."""
     found = gateway.run(lambda client: client.call("GET", "/admin/api/residency", params=given(query)))
     if as_json:
         print_json(found)

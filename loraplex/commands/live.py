@@ -57,7 +57,7 @@ def _print_status(url: str, status: dict[str, Any]) -> None:
 
 @click.command(epilog=examples("loraplex top", "loraplex top --interval 5", "loraplex top --once"))
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-@click.option("--interval", type=Number(0.5, 60), default=2.0, show_default=True, help="Seconds between two frames.")
+@click.option("--interval", type=Number(0.5, 60), default=2.0, show_default=True, help="Refresh interval in seconds.")
 @click.option("--rows", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum tenants in a frame.")
 @admin_options
 def top(once: bool, interval: float, rows: int, gateway: Gateway) -> None:

@@ -132,7 +132,7 @@ def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, int, yaml.Node]
         if not isinstance(key, yaml.ScalarNode):
             raise FileError(f"line {line}: expected a name in {where}")
         if key.value in seen:
-            raise FileError(f"line {line}: '{key.value}' stands twice in {where}")
+            raise FileError(f"line {line}: '{key.value}' appears twice in {where}")
         seen.add(key.value)
         yield key.value, line, value
 

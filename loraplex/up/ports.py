@@ -1,5 +1,6 @@
-"""Check of the address that a program shall listen on, and choice of free ports. Imports nothing large: every program's
-start needs it.
+"""Check whether an address can be bound, and choose free ports.
+
+It imports nothing large, because every program imports it at its start.
 """
 
 import itertools
@@ -9,8 +10,8 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
-# Linux' setting of the ports from which outgoing connections, and servers that ask for any port, get theirs; its
-# default, which also suits systems without the setting.
+# Linux' file with the range of ephemeral ports, which outgoing connections and servers that bind port 0 get, and the
+# range for systems without the file.
 EPHEMERAL, DEFAULT_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range"), (32_768, 65_535)
 # Lowest port that is chosen. Well-known services use many of the lower ones.
 LOWEST = 10_000

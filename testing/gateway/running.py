@@ -254,7 +254,7 @@ async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) 
     """Wait for a condition that becomes true after the response."""
     deadline = time.monotonic() + seconds
     while not await condition():
-        assert time.monotonic() < deadline, "it never came to be"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         await asyncio.sleep(0.02)
 
 

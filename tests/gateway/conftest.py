@@ -122,7 +122,7 @@ def cluster_url(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(params=["redis_url", "cluster_url"])
 async def any_redis(starts_servers: None, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
-    """Return the URL of a single server, then of a cluster."""
+    """Yield a client of a single server, then of a cluster."""
     redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
     await redis.flushdb()  # a later test's gateway would read the usage events, one transaction for each

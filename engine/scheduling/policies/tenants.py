@@ -231,7 +231,9 @@ class Tenants:
     ) -> float:
         """Return the frontier: the counter to which a tenant without credit is raised when it begins to wait.
 
-        entering: that tenant's account.
+        It is the least counter of the waiting tenants. If none waits, it is the last admitted tenant's, or the least of
+        the running tenants if that is more. entering: account of the tenant that begins to wait, which does not count.
+        now, near_among: find the waiting tenants that count (see `Tenants`).
         """
         near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
         others = [account for account in self.accounts.values() if account is not entering]

@@ -265,8 +265,8 @@ class Deliveries:
     def _grant(self) -> None:
         """Give memory to the waiting answers that have room, in the order of their tenants' turns.
 
-        Without turns a tenant with many large answers would take what another one of its answers returns, so that
-        others' large answers would wait for all of them.
+        Without turns, a tenant's next large answer would take the memory that its last one frees, and other tenants
+        would wait for all of them.
         """
         self._is_granting = False
         # The first answer of each tenant comes before the second of any, and the longest wait for a grant first.

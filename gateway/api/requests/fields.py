@@ -87,7 +87,9 @@ async def read_shared(request: web.Request, share: BodyShare, most: int | None =
     except TimeoutError as error:
         raise TooSlow("The request's body did not come in time.") from error
     except web.RequestPayloadError as error:
-        raise BadRequest("The request's body is not what its headers say.") from error
+        raise BadRequest(
+            "The request's body cannot be decoded as its Content-Encoding or Transfer-Encoding states."
+        ) from error
 
 
 async def _read_all(request: web.Request, share: BodyShare, limit: int, length: int) -> bytes:

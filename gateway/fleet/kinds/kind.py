@@ -42,8 +42,10 @@ class Misconfigured(Exception):
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects of this process that kinds use. base_names: returns the names of the base models. heartbeat_timeout: an
-    engine that pushes its state sends a line every second and is down after so many seconds without one.
+    """Objects of this process that kinds use.
+
+    base_names: returns the names of the base models.
+    heartbeat_timeout: seconds without a line of state after which an engine that pushes one every second is down.
     """
 
     session: ClientSession

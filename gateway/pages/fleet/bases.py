@@ -1,4 +1,4 @@
-"""`/admin/engines/bases`: the base models with their engines, adapters and prices, and the acts on them."""
+"""`/admin/engines/bases`: the base models with their engines, adapters and prices, and the actions for them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -33,7 +33,7 @@ TONES: Mapping[Shown, str] = {
     "retired": "quiet",
     "without engines": "bad",
 }
-# States that the acts set, their buttons, and the effects.
+# States that the actions set, their buttons, and the effects.
 ACTS: Mapping[str, tuple[BaseState, str, str]] = {
     "drain": ("draining", "Drain", "{} is no longer listed and accepts no adapters. Its requests are still served."),
     "retire": ("retired", "Retire", "All requests to {} and its adapters are refused."),

@@ -30,7 +30,7 @@ from wire.bounded_dict import BoundedDict
 LOGIN_COOKIE = "loraplex_login"
 # Purpose of the signature of a refusal's message.
 REFUSAL = "log-in-refusal"
-# Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
+# Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one per interval (seconds).
 # Each writes an audit entry.
 LOGIN_BURST, LOGIN_SECONDS = 10, 6.0
 TENANT_BURST, TENANT_SECONDS = 60, 1.0

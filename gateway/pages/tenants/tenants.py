@@ -1,4 +1,4 @@
-"""Pages of tenants: the list with changes of many, and the acts on one tenant."""
+"""Pages of tenants: the list with changes of many, and the actions for one tenant."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 class TenantPages:
-    """Pages of the tenants' list and acts."""
+    """Pages of the tenants' list and actions."""
 
     def __init__(self, frame: Frame, records: Records) -> None:
         self._frame = frame

@@ -78,7 +78,7 @@ def read_period(request: web.Request, default: str, now: datetime) -> PagePeriod
         until = until or now
         since = since or until - timedelta(days=1)
         if since >= until:
-            raise BadRequest("since: expected a moment before 'until'.", param="since")
+            raise BadRequest("since: expected a time before 'until'.", param="since")
         if until - since > timedelta(days=MAX_DAYS):
             raise BadRequest(f"since: expected a period of at most {MAX_DAYS} days.", param="since")
         return PagePeriod("", since, until)

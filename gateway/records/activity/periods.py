@@ -46,7 +46,7 @@ def whole_period(
     last = min(present, int((until or now).timestamp()))
     start = int(since.timestamp())
     if start >= last:
-        raise BadRequest("since: expected a moment before 'until' and before now.", param="since")
+        raise BadRequest("since: expected a time before 'until' and before now.", param="since")
     start = _floor(start, minutes_from)
     is_open = last >= present - MINUTE
     end = -(-last // MINUTE) * MINUTE if last >= minutes_from else -(-last // HOUR) * HOUR

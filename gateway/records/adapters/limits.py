@@ -49,7 +49,7 @@ async def check_room(
     """Lock the tenant's row and check that another version fits. Raises AdapterLimitExceeded, RecordNotFound."""
     row = await lock_tenant(connection, tenant_id)
     if row is None:
-        raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
+        raise RecordNotFound("The tenant of this name no longer exists.", param="tenant")
     limits = read_limits(row.adapter_limits)
     names, _ = await _stored(connection, tenant_id)
     if new_name and limits.max_adapters is not None and names >= limits.max_adapters:

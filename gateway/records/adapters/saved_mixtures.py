@@ -219,7 +219,7 @@ def _this(tenant_id: str, name: str) -> tuple[ColumnElement[bool], ColumnElement
 
 async def _lock_tenant(connection: AsyncConnection, tenant_id: str) -> None:
     if await lock_tenant(connection, tenant_id) is None:
-        raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
+        raise RecordNotFound("The tenant of this name no longer exists.", param="tenant")
 
 
 async def _check_part(connection: AsyncConnection, tenant_id: str, name: str, parts: list[Reference]) -> None:

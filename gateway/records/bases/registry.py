@@ -1,4 +1,4 @@
-"""Copy of the base models in memory. Names, engines, prices and uploads look them up here only.
+"""In-memory copy of the base models. Code that needs a model's name, engines or price reads only this copy.
 
 Every gateway process reloads the copy after a change, so that no request waits for SQL.
 """

@@ -102,7 +102,10 @@ class EndUserSums:
         return Summed(criteria, frozenset(days) - with_rows, lacks_usage)
 
     async def _oldest(self) -> Moment:
-        """Return the time of the oldest usage row. Retention has removed those before it; None: all, or none exist."""
+        """Return the time of the oldest usage row.
+
+        None if no row exists, because retention removed all or none was written.
+        """
         async with self._database.read() as connection:
             return (await connection.execute(select(func.min(usage.c.created_at)))).scalar_one()
 

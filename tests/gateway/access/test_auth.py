@@ -147,7 +147,7 @@ async def test_running_streams_end_with_their_key(two_gateways: tuple[Gateway, G
     assert (await other).events[-1]["error"]["code"] == "tenant_suspended"
     deleted = await start_stream(await here.tenant("deleted"), upstream)
     await here.admin.call("DELETE", "/admin/api/tenants/deleted")
-    message = "This API key does not exist any more: its tenant has been deleted."
+    message = "This API key no longer exists: its tenant has been deleted."
     assert (await deleted).events[-1]["error"]["message"] == message
 
     async def cancelled() -> bool:

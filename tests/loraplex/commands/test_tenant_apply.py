@@ -89,7 +89,7 @@ async def test_a_file_is_applied_once_and_its_differences_are_shown(run: Run, tm
         ("tenants:\n  acme:\n    wieght: 2\n", "line 3: unknown key 'wieght' in tenants.acme"),
         ("tenant:\n  acme:\n", "line 1: unknown key 'tenant'"),
         ("plans:\n  pro:\n    suspended: true\n", "line 3: unknown key 'suspended' in plans.pro"),
-        ("tenants:\n  acme:\n  acme:\n", "line 3: 'acme' stands twice in tenants"),
+        ("tenants:\n  acme:\n  acme:\n", "line 3: 'acme' appears twice in tenants"),
         ("tenants:\n  acme: 5\n", "line 2: expected a mapping in tenants.acme"),
         ("tenants:\n  acme: {budget_per_month: 1.2.3}\n", "line 2: '1.2.3' is not an amount"),
         ("tenants:\n  acme:\n    weight: .nan\n", "line 3: weight: expected a finite number, got nan"),

@@ -11,8 +11,8 @@ SEATS = 64
 
 
 def filling(beside: int) -> tuple[Machine, int]:
-    """Let 64 requests of a tenant arrive beside so many streams of another. Return the machine once all seats are
-    taken, and the number of steps that it took.
+    """Let 64 requests of a tenant arrive beside `beside` streams of another. Return the machine once all seats are
+    taken, and the number of steps until then.
     """
     machine = Machine()
     for _ in range(beside):
