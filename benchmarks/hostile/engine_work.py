@@ -64,7 +64,7 @@ MANY_AT_ONCE = {"max_concurrent": 64}
 
 @attack(
     "plain-completions",
-    "plain completions at the rate of dear grammars, beside a small grammar",
+    "plain completions at the rate of expensive grammars, beside a small grammar",
     shown=False,
     limits=MANY_AT_ONCE,
 )
@@ -77,7 +77,7 @@ async def plain(attacker: Attacker) -> None:
 
 @attack(
     "dear-grammars",
-    "48 dear grammars at once, always new ones, beside a neighbour's small one",
+    "48 expensive grammars at once, always new ones, beside a neighbour's small one",
     # The grammars' own cost is judged, as for dear-regexes.
     honest="plain-completions",
     limits=MANY_AT_ONCE,
@@ -88,7 +88,7 @@ async def grammars(attacker: Attacker) -> None:
 
 @attack(
     "dear-regexes",
-    "24 dear regular expressions at once, always new ones, beside a neighbour's small one",
+    "24 expensive regular expressions at once, always new ones, beside a neighbour's small one",
     # A served answer of two tokens slows the engine whatever its grammar; the grammars' own cost is judged.
     honest="plain-completions",
 )

@@ -1,4 +1,4 @@
-"""Data in a request's lease, with which another gateway settles the request if this one dies.
+"""Note of a request's lease: the data with which another gateway settles the request if this one dies.
 
 The gateways of a deployment may be of two releases. A gateway refuses to settle a lease whose data has an
 unknown field, so newer fields are in `weights`, whose unknown fields every release ignores.
@@ -36,8 +36,8 @@ def lease_data(
     end_user: str | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
-    """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
-    usage row, its price, and its LeaseWeights unless all have their defaults.
+    """Return the note of a request's lease: the constant fields of its usage row, its price, and its LeaseWeights
+    unless all have their defaults.
     """
     noted = LeaseWeights(
         prompt=weights.prompt,

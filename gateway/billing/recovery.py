@@ -121,7 +121,7 @@ class LeaseRecovery:
             # The note has another form, perhaps a newer gateway's. Settle it with an event that is set aside for the
             # operator, so that nothing stays held.
             log.critical("the lease of request %s, left by a dead gateway, is malformed", lease.reservation.request_id)
-            event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
+            event = msgspec.json.encode({**lease.note, "request_id": lease.reservation.request_id, "outcome": outcome})
             tokens = lease.reservation.tokens
             await self._quota.settle(lease.reservation, tokens=tokens, cost=0, event=event, is_abandoned=True)
             return
@@ -157,11 +157,11 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """Return the usage row of an abandoned request. `lease_data` made `lease.lease`, maybe that of a newer release."""
+    """Return the usage row of an abandoned request. `lease_data` made its note, maybe that of a newer release."""
     progress = lease.progress
-    fields = {name: value for name, value in lease.lease.items() if name in UsageRow.__struct_fields__}
-    price = msgspec.convert(lease.lease["price"], Price)
-    weights = lease_weights(lease.lease)
+    fields = {name: value for name, value in lease.note.items() if name in UsageRow.__struct_fields__}
+    price = msgspec.convert(lease.note["price"], Price)
+    weights = lease_weights(lease.note)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     is_free = progress is not None and progress.is_free
     if progress is not None and progress.end is not None:

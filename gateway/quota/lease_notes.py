@@ -1,22 +1,25 @@
-"""Notes of a tenant's running requests, read from the leases and records that the quota's script keeps."""
+"""Notes of a tenant's running requests, read from the leases that the quota's script keeps in Redis.
+
+A lease's note is the data with which another gateway settles the request (`gateway/billing/lease_data.py`).
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
-# Records that one call reads.
+# Leases that one call reads.
 PAGE = 500
 
 
-class _Record(msgspec.Struct):
-    """Note of a lease's record. note: JSON, empty for an upload's lease."""
+class _StoredLease(msgspec.Struct):
+    """A lease as the script stores it, of which only the note is read. note: JSON; empty for an upload."""
 
     note: str = ""
 
 
 async def read_notes(execute: Callable[..., Awaitable[Any]], tenant_id: str) -> list[dict[str, Any]]:
-    """Return the notes of the tenant's open leases (`lease` of `Quota.acquire`).
+    """Return the notes of the tenant's open leases (`note` of `Quota.acquire`).
 
     execute: `QuotaStore.execute`, so that settlements that this process has sent before count.
     """
@@ -26,7 +29,7 @@ async def read_notes(execute: Callable[..., Awaitable[Any]], tenant_id: str) -> 
     found = []
     for start in range(0, len(ids), PAGE):
         for packed in await execute("HMGET", tag + "held", *ids[start : start + PAGE]):
-            note = "" if packed is None else msgspec.msgpack.decode(packed, type=_Record).note
+            note = "" if packed is None else msgspec.msgpack.decode(packed, type=_StoredLease).note
             if note:
                 found.append(msgspec.json.decode(note))
     return found

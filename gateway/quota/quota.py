@@ -120,11 +120,11 @@ class Quota:
         model: Model | str,
         request_id: str,
         need: Need,
-        lease: Mapping[str, Any] | None = None,
+        note: Mapping[str, Any] | None = None,
     ) -> Reservation:
         """Reserve a request on every limit of the tenant, the key and the model, or on none.
 
-        model: see `limits_of`. lease: the fields with which another gateway settles this request.
+        model: see `limits_of`. note: the data with which another gateway settles the request if this one dies.
         """
         tenant, limits = principal.tenant, limits_of(principal, model)
         demand = Demand(
@@ -140,7 +140,7 @@ class Quota:
             expected=self._holds.expected(tenant.id, model, need.max_tokens, need.choices) if need.grows else None,
         )
         check_possible(limits, demand)
-        return await self._take(limits, demand.within(limits), msgspec.json.encode(lease or {}), model)
+        return await self._take(limits, demand.within(limits), msgspec.json.encode(note or {}), model)
 
     async def peek(self, principal: TenantPrincipal) -> list[Left]:
         """Return what remains of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
@@ -299,7 +299,7 @@ class Quota:
         return [read_expired(tenant_id, self._lease_ms, *each) for each in reply]
 
     async def notes(self, tenant_id: str) -> list[dict[str, Any]]:
-        """Return `lease` of each of the tenant's running requests, of all gateways. Raises Unavailable."""
+        """Return the notes of the tenant's running requests, of all gateways. Raises Unavailable."""
         return await self._store.call(lambda: read_notes(self._store.execute, tenant_id))
 
     async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:

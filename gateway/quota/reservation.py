@@ -68,12 +68,16 @@ class LeaseProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
-    """Lease that its gateway stopped extending. lease: as given to `acquire`. progress: the last that the gateway
-    sent, None if the request had not begun. last_extended: when its gateway last extended it. ended: when it ended.
+    """Lease that its gateway stopped extending.
+
+    note: as given to `Quota.acquire`.
+    progress: the last that the gateway sent, None if the request had not begun.
+    last_extended: when its gateway last extended it.
+    ended: when it ended.
     """
 
     reservation: Reservation
-    lease: dict[str, Any]
+    note: dict[str, Any]
     progress: LeaseProgress | None
     last_extended: datetime
     ended: datetime
@@ -93,7 +97,7 @@ def read_expired(
             headers={},
             admitted_at=moment(at),
         ),
-        lease=msgspec.json.decode(note),
+        note=msgspec.json.decode(note),
         progress=msgspec.json.decode(progress, type=LeaseProgress) if progress else None,
         last_extended=ended - timedelta(milliseconds=lease_ms),
         ended=ended,

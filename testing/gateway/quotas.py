@@ -12,8 +12,8 @@ from gateway.redis.client import Client
 async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reservation:
     """Reserve a request of this many tokens, all of them completion."""
     request_id = options.pop("request_id", None) or uuid.uuid4().hex
-    model, lease = options.pop("model", "base"), options.pop("lease", None)
-    return await quota.acquire(who, model, request_id, Need(0, tokens, **options), lease)
+    model, note = options.pop("model", "base"), options.pop("note", None)
+    return await quota.acquire(who, model, request_id, Need(0, tokens, **options), note)
 
 
 async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int = 0, **options: Any) -> bytes | None:

@@ -46,7 +46,7 @@ def lease(progress: LeaseProgress | None = None) -> ExpiredLease:
     }
     reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={}, admitted_at=NOON)
     extended, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
-    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_extended=extended, ended=ended)
+    return ExpiredLease(reservation=reservation, note=note, progress=progress, last_extended=extended, ended=ended)
 
 
 def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:
@@ -104,12 +104,12 @@ def test_gateways_of_two_releases_settle_each_others_requests():
     others = {"tenant", "key_id", "endpoint", "model", "adapter_digest", "price"}
     assert note.keys() == others | {"weights"}
     assert msgspec.convert(note["weights"], Weights) == Weights(2, 3)
-    row = abandoned_row(msgspec.structs.replace(lease(), lease=note), record("abort", 5)["r"])
+    row = abandoned_row(msgspec.structs.replace(lease(), note=note), record("abort", 5)["r"])
     assert (row.model, row.version, row.surcharge) == ("a", 3, 7 * 2 + 5 * 3 - 12)
     assert leased_versions(note) == (("a", 3),)
     # Notes of the release before, and of one to come.
     for other in ({name: note[name] for name in others}, {**note, "weights": {}, "newer": 1}):
-        row = abandoned_row(msgspec.structs.replace(lease(), lease=other), record("abort", 5)["r"])
+        row = abandoned_row(msgspec.structs.replace(lease(), note=other), record("abort", 5)["r"])
         assert (row.model, row.version, row.surcharge, leased_versions(other)) == ("a", None, 0, ())
     parts = (Model(name="a", digest="a" * 64, version=1), Model(name="b", digest="b" * 64, version=2))
     mixture = Model(name="a*1+b*1", digest="c" * 64, parts=parts)

@@ -21,11 +21,11 @@ async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settle
     other = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal(tenant={"max_concurrent": 1, "max_concurrent_tokens": 1000, "budget_per_month": 1000})
     price = Price(output=1_000_000)
-    await take(dying, who, 900, request_id="a", price=price, lease={"model": "m", "price": price})
+    await take(dying, who, 900, request_id="a", price=price, note={"model": "m", "price": price})
     await until(lambda: other.expired(who.tenant.id))
     [found] = await other.expired(who.tenant.id)
     assert (found.reservation.request_id, found.reservation.tokens, found.progress) == ("a", 900, None)
-    assert found.lease == {"model": "m", "price": {"input": 0, "cached": 0, "output": 1_000_000}}
+    assert found.note == {"model": "m", "price": {"input": 0, "cached": 0, "output": 1_000_000}}
     # Its slot and its tokens are free; its money is held until the cost is known.
     with pytest.raises(RateLimited, match="budget"):
         await take(other, who, 900, price=price)
@@ -86,7 +86,7 @@ async def test_a_lease_that_was_lost_is_put_back(redis: Client):
         key={"max_concurrent_tokens": 900, "tokens_per_day": 900},
     )
     quota = Quota(redis, timeout=30.0, lease_seconds=600)
-    running = await take(quota, who, 400, request_id="a", lease={"model": "m"})
+    running = await take(quota, who, 400, request_id="a", note={"model": "m"})
     quota.progress(running, "http://engine", 7, 9)
     tag = f"loraplex:{{{who.tenant.id}}}:"
     for part in ("quota", "leases", "held", "usage"):
@@ -103,7 +103,7 @@ async def test_a_lease_that_was_lost_is_put_back(redis: Client):
     await quota._leases.extend(who.tenant.id)
     await until(lambda: quota.expired(who.tenant.id))
     [found] = await quota.expired(who.tenant.id)
-    assert (found.lease, found.reservation.admitted_at) == ({"model": "m"}, running.admitted_at)
+    assert (found.note, found.reservation.admitted_at) == ({"model": "m"}, running.admitted_at)
     assert found.progress is not None
     assert await settle(quota, running, 100) is not None
     assert await settle(quota, running, 100) is None
