@@ -147,7 +147,7 @@ class Changed(Conflict):
     code = "changed"
 
     def __init__(self) -> None:
-        super().__init__("Another change was saved at the same moment. Load the page again and repeat yours.")
+        super().__init__("Another change was saved at the same time. Load the page again and repeat yours.")
 
 
 class NoEarlierState(GatewayError):
@@ -389,6 +389,6 @@ def translate(error: Exception, request_id: str) -> GatewayError:
     if isinstance(error, IntegrityError) and is_race(error):
         # The traceback tells a race from a change that always conflicts. It has no values (`hide_parameters`).
         log.warning("request %s conflicts with another change", request_id, exc_info=error)
-        return Conflict("Another change, which conflicts with this one, was saved at the same moment. Try again.")
+        return Conflict("Another change, which conflicts with this one, was saved at the same time. Try again.")
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")

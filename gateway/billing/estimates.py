@@ -41,7 +41,7 @@ class Request(Protocol):
 
 
 class Speeds:
-    """Tokens a second of a choice by engine, from the moment at which it got the request to the end of its answer.
+    """Tokens a second of a choice by engine, from the arrival of the request there to the end of its answer.
 
     A speed follows a quantile by stochastic approximation, as the expected completions do
     (gateway/quota/growing_hold.py).

@@ -95,7 +95,7 @@ class UsageStream:
             yield await self._lengths(tenants, idle_before)
 
     async def _lengths(self, tenants: dict[str, float], idle_before: float) -> dict[str, int]:
-        """Return the lengths of a page's streams. idle_before: the moment (ms) before which a registration is old."""
+        """Return the lengths of a page's streams. idle_before: the time (ms) before which a registration is old."""
         old = [tenant_id for tenant_id, registered in tenants.items() if registered < idle_before]
         # Count leases before streams: a request that is settled between the two counts is then in the stream.
         pipeline = self._redis.pipeline(transaction=False)

@@ -26,7 +26,7 @@ BACKLOG = 1024
 # Sockets accepted at once, and their maximum number that waits; further ones stay in the system's queue.
 ACCEPTED_AT_ONCE, MAX_WAITING = 64, 2048
 # Maximum number of waiting sockets of one address; further ones are closed. The clients behind a load balancer or a
-# company's gateway share an address, and 1,000 of them may well connect at one moment.
+# company's gateway share an address, and 1,000 of them may well connect at once.
 WAITING_PER_ADDRESS = MAX_WAITING // 2
 # Connections that start in one iteration of the event loop: of all addresses, and of one. A start takes 0.3 ms.
 STARTS_PER_ITERATION, STARTS_PER_ADDRESS = 8, 1

@@ -1,6 +1,6 @@
 """Explanation of a stall of the event loop: where the time went, and the stack of the loop's thread during it.
 
-A watchdog thread looks at a beat that the loop writes (the moment at which its next tick is due), and samples the stack
+A watchdog thread looks at a beat that the loop writes (the time at which its next tick is due), and samples the stack
 while that is overdue. Samples have names of functions, files and lines, never values: locals may hold prompts and keys.
 """
 
@@ -88,7 +88,7 @@ class Stall:
 class Watchdog:
     """Thread that samples the stack of the thread that makes this object.
 
-    due: returns the moment at which the loop's next tick is due, None before the first one.
+    due: returns the time at which the loop's next tick is due, None before the first one.
     """
 
     def __init__(self, due: Callable[[], float | None]) -> None:
@@ -114,7 +114,7 @@ class Watchdog:
     def explain(self, due: float, before: Counts, after: Counts) -> Stall:
         """Explain the loop's newest stall. Call it in the loop's thread, before the next tick is due.
 
-        due: the moment at which the late tick was due. before: counts at the tick's start. The time before `due` is in
+        due: the time at which the late tick was due. before: counts at the tick's start. The time before `due` is in
         them too, so computing and waiting are upper bounds: too high by at most the length of a tick.
         """
         held = after.at - due

@@ -15,7 +15,7 @@ STAT = "/proc/stat"
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Counters of a thread at a moment, in seconds.
+    """Counters of a thread at one time, in seconds.
 
     at: `time.monotonic`. computed: its CPU time. waited: its time on a run queue, ready but without a CPU. process: CPU
     time of all threads. minor, major: its page faults; a major one reads a disk.

@@ -53,5 +53,5 @@ class DailySpend(msgspec.Struct, frozen=True, gc=False):
 
 
 def day_of(now: int) -> int:
-    """Return the number of a moment's day since 1970 (UTC)."""
+    """Return the number of a time's day since 1970 (UTC)."""
     return now // 1000 // DAY_MS

@@ -49,7 +49,7 @@ class Past(Protocol):
 
 
 class Used(NamedTuple):
-    """Usage before a moment. counted: the part that still counts against the limit. days: for a rolling budget, the
+    """Usage before a given time. counted: the part that still counts against the limit. days: for a rolling budget, the
     costs of its days, the oldest first.
     """
 
@@ -64,7 +64,7 @@ class UsageBackfill:
     def __init__(self, script: Script, past: Past | None) -> None:
         self._script = script
         self._past = past
-        # (tenant id, field, moment) -> the running backfill. All requests that need it wait for the same task.
+        # (tenant id, field, time) -> the running backfill. All requests that need it wait for the same task.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
         # Tenant id -> lock of the request that waits for the end of a drop.
         self._drops: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -105,7 +105,7 @@ class UsageBackfill:
             raise unavailable() from None
 
     async def load(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
-        """Backfill the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""
+        """Backfill the usage of each limit before a given time (microseconds, Redis' clock). Raises Unavailable."""
         for task in [self._start(tenant_id, limit, since) for limit, since in unknown]:
             await asyncio.shield(task)
 
@@ -141,7 +141,7 @@ class UsageBackfill:
         await self._script(tenant_id, "backfill", limit.field, limit.value, since, counted, known, *days)
 
     async def used(self, tenant_id: str, limit: Limit, since: int) -> Used:
-        """Return the usage before a moment (microseconds, Redis' clock). Raises Unavailable."""
+        """Return the usage before a given time (microseconds, Redis' clock). Raises Unavailable."""
         past = self._past
         if past is None:
             return Used(0.0, 0)

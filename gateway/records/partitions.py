@@ -153,7 +153,7 @@ class Partitions:
             return list((await connection.execute(text(query))).scalars())
 
     async def detach(self, before: datetime) -> list[Exception]:
-        """Detach the partitions all of whose rows are from before a moment. They leave reports at once.
+        """Detach the partitions all of whose rows are older than a given time. They leave reports at once.
 
         Returns the failures, which are logged; other partitions are detached all the same.
         """
@@ -208,7 +208,7 @@ class Partitions:
 
 
 async def count_rows(connection: AsyncConnection, rows: Table, before: datetime = FOREVER) -> tuple[int, int]:
-    """Return the number and cost of the usage rows from before a moment, in one statement for each hour with rows.
+    """Return the number and cost of the usage rows before a given time, in one statement for each hour with rows.
 
     A day may have more rows than a statement can read in its time.
     """
@@ -272,7 +272,7 @@ async def make_months(connection: AsyncConnection, ids: Iterable[str]) -> None:
 
 
 async def _is_old(connection: AsyncConnection, each: Partition, before: datetime) -> bool:
-    """Return whether a partition has only rows from before a moment, and will get no others from gateways' clocks."""
+    """Return whether a partition has only rows before a given time, and will get no others from gateways' clocks."""
     if each.until is None or each.until > first_id(before):
         return False
     query = text(f"SELECT max(created_at) < :before FROM {each.name}")

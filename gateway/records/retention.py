@@ -86,14 +86,14 @@ class Retention:
             return (await connection.execute(_older(before).limit(1))).first() is not None
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
-        """Return the number of usage rows from before a moment, and their cost in micro-units."""
+        """Return the number of usage rows before a given time, and their cost in micro-units."""
         detached, its_cost = await self._partitions.count_detached()
         async with self._database.read() as connection:
             rows, cost = await count_rows(connection, usage, before)
         return detached + rows, its_cost + cost
 
     async def remove_usage(self, before: datetime, most: int) -> tuple[int, int]:
-        """Remove usage rows from before a moment: whole partitions, then at most `most` rows one by one.
+        """Remove the usage rows before a given time: whole partitions, then at most `most` rows one by one.
 
         Returns the number and cost of all. The sums by end user go once no such row is left. Raises SQLAlchemy's errors
         if the database refuses to remove a partition.
@@ -108,7 +108,7 @@ class Retention:
         return dropped + deleted, its_cost + cost
 
     async def _delete_usage(self, before: datetime, most: int) -> tuple[int, int]:
-        """Delete at most `most` usage rows from before a moment. Returns their number and cost."""
+        """Delete at most `most` usage rows before a given time. Returns their number and cost."""
         deleted = cost = 0
         while deleted < most:
             some = _older(before).limit(min(AT_ONCE, most - deleted))
@@ -135,7 +135,7 @@ class Retention:
         return removed, cost
 
     async def _remove_end_users(self, before: datetime) -> None:
-        """Remove the sums by end user of the days that ended before a moment."""
+        """Remove the sums by end user of the days that ended before a given time."""
         first = _day_of(before)
         # Without its numbers a day does not count as complete, so no report shows the rest of its sums as exact.
         await self._remove(usage_end_user_days, usage_end_user_days.c.day < first)
@@ -169,10 +169,10 @@ class Retention:
 
 
 def _day_of(moment: datetime) -> datetime:
-    """Return the start of a moment's day (UTC)."""
+    """Return the start of the day (UTC) of `moment`."""
     return moment.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 
 
 def _older(before: datetime) -> Select[tuple[str]]:
-    """Return the query of the ids of the usage rows from before a moment."""
+    """Return the query of the ids of the usage rows before a given time."""
     return select(usage.c.request_id).where(usage.c.created_at < before)

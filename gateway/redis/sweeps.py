@@ -1,6 +1,6 @@
 """Sweeps over tenants: registration of tenants with leases or usage events in Redis, and the turn to sweep.
 
-A tenant is registered in a sorted set with the moment of its registration by Redis' clock. A gateway registers a tenant
+A tenant is registered in a sorted set with the time of its registration by Redis' clock. A gateway registers a tenant
 before it takes a lease, and again after REGISTER_SECONDS of use. A sweep removes a tenant whose last registration is
 older than IDLE_SECONDS and that has neither leases nor events. No event is lost by that: a lease is taken within
 REGISTER_SECONDS of a registration, so a lease or an event that the sweep did not find belongs to a later registration,
@@ -17,7 +17,7 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-# Sorted set: tenant id -> moment of the last registration (ms).
+# Sorted set: tenant id -> time of the last registration (ms).
 TENANTS = "loraplex:usage:active"
 # Set of the previous release, whose gateways may add to it until they have been replaced.
 TENANTS_BEFORE = "loraplex:usage:tenants"
@@ -29,14 +29,14 @@ BEFORE_SECONDS = 86_400.0
 # Maximum number of tenants that one call reads, adds or removes.
 PAGE = 500
 
-# KEYS: the sorted set. ARGV: milliseconds to add to the moment, then tenants. A later moment is not replaced.
+# KEYS: the sorted set. ARGV: milliseconds to add to the time, then tenants. A later time is not replaced.
 REGISTER = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000) + tonumber(ARGV[1])
 for i = 2, #ARGV do redis.call('ZADD', KEYS[1], 'GT', string.format('%d', now), ARGV[i]) end
 return now
 """
-# KEYS: the sorted set. ARGV: tenant, moment, tenant, moment ... A tenant with another moment is kept.
+# KEYS: the sorted set. ARGV: tenant, time, tenant, time ... A tenant with another time is kept.
 REMOVE = """
 local removed = 0
 for i = 1, #ARGV, 2 do
@@ -84,12 +84,12 @@ class Registrations:
 
 
 async def register(redis: Client, tenant_ids: Sequence[Any], ahead: float = 0.0) -> None:
-    """Register at most PAGE tenants. ahead: seconds that are added to the moment of the registration."""
+    """Register at most PAGE tenants. ahead: seconds that are added to the time of the registration."""
     await redis.execute_command("EVAL", REGISTER, 1, TENANTS, int(ahead * 1000), *tenant_ids)
 
 
 async def page(redis: Client, cursor: int) -> tuple[int, dict[str, float]]:
-    """Return the next cursor (0 at the end) and about PAGE tenants with the moments of their registrations.
+    """Return the next cursor (0 at the end) and about PAGE tenants with the times of their registrations.
 
     A tenant that stays registered during a whole scan is returned at least once.
     """

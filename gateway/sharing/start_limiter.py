@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 # The first steps of a request (middlewares, key, body) take 0.2 ms, those up to a refusal 1 ms.
 REQUESTS_PER_ITERATION = 8
-# Maximum time until the end of an owner's rests, however many requests were charged at one moment.
+# Maximum time until the end of an owner's rests, however many requests were charged at once.
 MAX_REST_SECONDS = 0.5
 # Resolution of libuv's clock and timers, and the shortest rest. A timer for less would fire in each iteration of the
 # event loop until the clock advances.

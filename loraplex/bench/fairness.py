@@ -51,7 +51,7 @@ def max_min(capacity: float, demands: Sequence[float], weights: Sequence[float])
 
 
 class Cumulative:
-    """A quantity that grows at moments: built from (time, amount) in any order."""
+    """A quantity that grows in steps: built from (time, amount) in any order."""
 
     def __init__(self, amounts: Sequence[tuple[float, float]]) -> None:
         ordered = sorted(amounts)

@@ -17,7 +17,7 @@ COLUMNS = ("tenant", "limit", "code", "status", "refused", "peak", "owner", "val
 
 
 class At(Moment):
-    """A moment, or a time of day such as `10:40` in UTC: its last occurrence."""
+    """A date with a time, or a time of day such as `10:40` in UTC: its last occurrence."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         found = re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)", value)
@@ -39,7 +39,7 @@ class At(Moment):
 @click.option(
     "--at",
     type=At(ahead=False),
-    help="Only the 10 minutes before and after this moment: 10:40 (UTC), 2026-11-27T10:40+01:00, or 2h ago.",
+    help="Only the 10 minutes before and after this time: 10:40 (UTC), 2026-11-27T10:40+01:00, or 2h ago.",
 )
 @click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")

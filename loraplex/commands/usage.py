@@ -89,7 +89,7 @@ def usage(
     `loraplex usage export` writes the ledger's rows, `loraplex usage prune` removes old ones, and `loraplex usage
     partition` divides them into months.
 
-    Days, and moments without a zone, are in UTC. A finished request counts at the moment it was admitted.
+    Days, and times without a zone, are in UTC. A finished request counts at the time of its admission.
     """
     if shown["as_csv"] and shown["as_json"]:
         raise click.UsageError("give either --csv or --json")

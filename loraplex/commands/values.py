@@ -165,7 +165,7 @@ class Moment(click.ParamType):
     ahead: whether the duration points into the future.
     """
 
-    name = "moment"
+    name = "time"
 
     def __init__(self, *, ahead: bool) -> None:
         self._sign = 1 if ahead else -1
@@ -177,7 +177,7 @@ class Moment(click.ParamType):
             try:
                 moment = datetime.now(UTC) + self._sign * Duration().convert(value, param, ctx)
             except (click.BadParameter, OverflowError):
-                self.fail(f"{value!r} is neither a moment like 2027-01-31 nor a duration like 30d", param, ctx)
+                self.fail(f"{value!r} is neither a time like 2027-01-31 nor a duration like 30d", param, ctx)
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).isoformat()
 
 

@@ -52,7 +52,7 @@ class TargetOption(click.ParamType):
 
 
 class End(Moment):
-    """A moment in the future, or `never`."""
+    """A time in the future, or `never`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return NEVER if value == NEVER else super().convert(value, param, ctx)

@@ -107,7 +107,7 @@ def test_help_takes_no_second():
             ("key", "list", "acme", "--admin", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"),
             "expected TENANT, or --admin",
         ),
-        (("key", "create", "x", "--expires", "tomorrow"), "'tomorrow' is neither a moment like"),
+        (("key", "create", "x", "--expires", "tomorrow"), "'tomorrow' is neither a time like"),
         (("key", "rotate", "x", "--grace", "1"), "'1' is not a duration like"),
         (("adapter", "aliases", "pirate"), "--tenant"),
         (("bench",), "--models"),

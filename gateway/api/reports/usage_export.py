@@ -1,4 +1,4 @@
-"""Exports of usage as CSV, JSON or Parquet: sums or rows of one moment, streamed. They add up to the ledger exactly."""
+"""Exports of usage as CSV, JSON or Parquet: sums or rows of one snapshot, streamed. They equal the ledger's exactly."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence

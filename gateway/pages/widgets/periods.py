@@ -1,4 +1,4 @@
-"""Period of a page, from `?period=`, from `?since=` and `?until=`, or around the moment `?at=`."""
+"""Period of a page, from `?period=`, from `?since=` and `?until=`, or around the time `?at=`."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -29,7 +29,7 @@ TITLES = {
     LAST_MONTH: "Last month",
 }
 QUERY = ("period", "since", "until", "at")
-# Time before and after the moment `at`.
+# Time shown before and after `at`.
 AROUND = timedelta(minutes=10)
 MAX_DAYS = 3660
 # Named periods above this length begin with a whole day in reports of usage.
@@ -117,7 +117,7 @@ def _floor(moment: datetime, hour: int | None = None) -> datetime:
 
 
 def read_time(request: web.Request, now: datetime) -> datetime:
-    """Return `?at=`: a moment, or a time of the last 24 hours as `HH:MM`. Raises BadRequest."""
+    """Return `?at=`: a date with a time, or a time of the last 24 hours as `HH:MM`. Raises BadRequest."""
     given = request.query["at"].strip()
     if match := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)", given):
         at = now.replace(hour=int(match[1]), minute=int(match[2]), second=0, microsecond=0)

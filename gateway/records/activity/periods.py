@@ -22,7 +22,7 @@ class Period(msgspec.Struct, frozen=True):
     """Period of a report, in Unix seconds.
 
     end: the end for queries, which may be after `until`. before: the start of the period before.
-    minutes_from: the first moment with minute sums.
+    minutes_from: the earliest time with minute sums.
     """
 
     since: int

@@ -69,7 +69,7 @@ async def _busiest(
     bounds = select(days.c.series_id, most).where(days.c.kind == MODEL, days.c.start >= int(first_day.timestamp()))
     bounds = bounds.group_by(days.c.series_id).order_by(most.desc()).limit(candidates)
     largest = bounds.cte("largest")
-    # A single statement reads both, so that bounds and values are of one moment. With fewer candidates than asked for,
+    # A single statement reads both, so that bounds and values belong together. With fewer candidates than asked for,
     # the bound is 0.
     least = case((func.count() < candidates, 0), else_=func.min(largest.c.most))
     bound = select(least).select_from(largest).scalar_subquery()

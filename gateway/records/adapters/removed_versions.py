@@ -103,14 +103,14 @@ async def uncollected(connection: AsyncConnection, tenant_id: str, besides: str)
 
 
 async def removed_since(connection: AsyncConnection, digests: Sequence[str], moment: datetime) -> set[str]:
-    """Return those of the digests that belong to versions removed after the moment."""
+    """Return those of the digests that belong to versions removed after `moment`."""
     table = removed_versions
     query = select(table.c.digest).where(table.c.digest.in_(digests), table.c.removed_at > moment).distinct()
     return set((await connection.execute(query)).scalars())
 
 
 async def settle_removed(database: Database, before: datetime) -> None:
-    """Stop counting the bytes of versions removed before the moment. Call it after a collection.
+    """Stop counting the bytes of versions removed before a given time. Call it after a collection.
 
     Deletes those that are not among the REMEMBERED last removed versions of their tenant.
     """

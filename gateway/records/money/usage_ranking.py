@@ -118,7 +118,7 @@ class UsageRanking:
     ) -> tuple[Sequence[Any], ...]:
         """Return parts of a ranking whose groups were found by one measure, with all sums of each group.
 
-        The sums are of a later moment, so the order may differ. A group that retention has removed is left out.
+        The sums are read later, so the order may differ. A group that retention has removed is left out.
         """
         identities = {identity_of(row, window.group_by) for each in parts for row in each}
         if not identities:

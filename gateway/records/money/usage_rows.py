@@ -198,7 +198,7 @@ def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Ta
 
 
 def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime:
-    """Return the start of the moment's hour or day. up: the next start instead, unless the moment is a start."""
+    """Return the start of the hour or day of `moment`. up: the next start instead, unless `moment` is a start."""
     moment = moment.astimezone(UTC)
     start = moment.replace(minute=0, second=0, microsecond=0)
     if period == DAY:

@@ -1,4 +1,4 @@
-"""Usage sums of the ledger up to a moment, for limits whose state Redis has lost."""
+"""Usage sums of the ledger up to a given time, for limits whose state Redis has lost."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -106,7 +106,7 @@ class UsagePast:
         return sorted(sums.items())
 
     async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]:
-        """Return those of a tenant's families of keys with a key that has not ended before a moment."""
+        """Return those of a tenant's families of keys with a key that has not ended before a given time."""
         of, id_ = api_keys.c.family_id, api_keys.c.id
         query = select(func.coalesce(of, id_)).where(
             api_keys.c.tenant_id == tenant_id,

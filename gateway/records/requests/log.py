@@ -230,7 +230,7 @@ async def _search(
     entries = [_entry(table, row) for row in rows]
     if horizon is None or len(entries) > limit:
         return _Found(entries, None)
-    # The empty id is below all ids, because the rows of that moment have been read.
+    # The empty id is below all ids, because the rows of that time have been read.
     return _Found(entries, (horizon, ""))
 
 

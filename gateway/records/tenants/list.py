@@ -241,7 +241,7 @@ def _forecast(sums: Subquery, now: datetime, dialect: str) -> ColumnElement[Any]
 
 
 def _days_before(at: datetime, dialect: str) -> ColumnElement[Any]:
-    """Return the days from a tenant's creation to a moment."""
+    """Return the days from a tenant's creation to a given time."""
     if dialect == "postgresql":
         return extract("epoch", literal(at, UtcDateTime()) - tenants.c.created_at) / 86400.0
     return func.julianday(literal(at, UtcDateTime())) - func.julianday(tenants.c.created_at)
