@@ -284,7 +284,7 @@ async def run(config: UpConfig, data: DataDir, display: Display, pins: Sequence[
     """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted at its own place. pins: one for each
     engine.
 
-    Raises ChildError if another part dies, or an engine too often; stops the others first.
+    Raises ChildError if another part dies, or if no engine was healthy for GIVE_UP_SECONDS; stops the others first.
     """
     service = LocalService(config, data, display, pins)
     processes = service.processes

@@ -1,7 +1,7 @@
 """Child processes started in order and stopped in reverse, each with a log file and a health check.
 
-A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of consecutive deaths. The
-death of any other child ends the group. Independent of the programs it runs.
+A child with `keep_alive` is restarted whenever it dies, after a growing pause. The group ends if none of these children
+was healthy for `GIVE_UP_SECONDS`, and at the death of any other child. Independent of the programs it runs.
 """
 
 import asyncio
@@ -15,8 +15,11 @@ from pathlib import Path
 
 TAIL_LINES = 15
 POLL_SECONDS = 0.1
-# Pauses in seconds before the restarts of a child; one more consecutive death ends the group.
-BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0)
+# Pauses in seconds before the restarts of a child; the last one applies to all further ones.
+BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+# Time without a healthy restarted child after which a failed restart ends the group: three times the time limit of an
+# engine's load. A process manager above then sees the failure.
+GIVE_UP_SECONDS = 1800.0
 # After this healthy time, a child's count of consecutive deaths restarts.
 STEADY_SECONDS = 60.0
 
@@ -38,8 +41,8 @@ class Child:
     """A child process.
 
     cpus: those that it may use, also after a restart; empty: all. keep_alive: None if its death ends the group. deaths:
-    consecutive ones. healthy_at: on the event loop's clock. is_paused: whether it was stopped by `pause`. is_run:
-    whether `run` waits for its end.
+    consecutive ones. healthy_at, down_since: on the event loop's clock; down_since is set while the child is being
+    restarted. is_paused: whether it was stopped by `pause`. is_run: whether `run` waits for its end.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Child:
     keep_alive: KeepAlive | None = None
     deaths: int = 0
     healthy_at: float | None = None
+    down_since: float | None = None
     is_paused: bool = False
     is_run: bool = False
 
@@ -131,18 +135,26 @@ class ProcessGroup:
 
     async def healthy(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
         """Wait until `check` returns true. Raises ChildError if the child dies or `timeout` seconds pass."""
+        if (problem := await self._until_healthy(child, check, timeout)) is not None:
+            raise child.failure(problem)
+
+    @staticmethod
+    async def _until_healthy(child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> str | None:
+        """Wait until `check` returns true. Return the problem if the child dies or `timeout` seconds pass."""
         deadline = asyncio.get_running_loop().time() + timeout
         while not await check():
             if child.process.returncode is not None:
-                raise child.death()
+                return child.how_it_died()
             if asyncio.get_running_loop().time() > deadline:
-                raise child.failure(f"was not ready after {timeout:.0f} s")
+                return f"was not ready after {timeout:.0f} s"
             await asyncio.sleep(POLL_SECONDS)
+        return None
 
     async def first_death(self) -> ChildError:
         """Restart the children with `keep_alive`.
 
-        Return the error of the first child that died without it, or died too often in succession.
+        Return the error of the first child that died without it, or of a restart that failed after none of them had
+        been healthy for `GIVE_UP_SECONDS`.
         """
         revivals = self._revivals
         try:
@@ -163,33 +175,44 @@ class ProcessGroup:
             revivals.clear()
 
     async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
-        """Restart a dead child until it is healthy or has died too often.
-
-        Return the error that ends the group, if any.
-        """
+        """Restart a dead child until it is healthy. Return the error that ends the group, if any."""
         clock = asyncio.get_running_loop().time
         if child.healthy_at is not None and clock() - child.healthy_at >= STEADY_SECONDS:
             child.deaths = 0
-        while True:
-            child.deaths, child.healthy_at = child.deaths + 1, None
-            how = child.how_it_died()
-            if child.deaths > len(BACKOFF_SECONDS):
-                return child.failure(f"{how} and has died {child.deaths} times in a row")
-            pause = BACKOFF_SECONDS[child.deaths - 1]
-            self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
+        child.healthy_at, child.down_since = None, clock()
+        problem: str | None = child.how_it_died()
+        while problem is not None:
+            if self._is_hopeless():
+                nothing = f"nothing that is restarted was healthy in the last {GIVE_UP_SECONDS:g} s"
+                return child.failure(f"{problem}; {nothing}")
+            child.deaths += 1
+            pause = BACKOFF_SECONDS[min(child.deaths, len(BACKOFF_SECONDS)) - 1]
+            self._announce(f"{child.name} {problem}; it starts again in {pause:g} s")
+            if child.deaths == len(BACKOFF_SECONDS):
+                self._announce(str(child.failure(f"has died {child.deaths} times in a row")))
             await asyncio.sleep(pause)
-            try:
-                await self._spawn_again(child)
-                await self.healthy(child, keep_alive.check, keep_alive.timeout)
-            except (ChildError, OSError) as error:
-                if isinstance(error, OSError):  # no memory, process or disk left for it now
-                    self._announce(f"{child.name} could not be started: {error.strerror}")
-                self._kill(child)
-                await child.process.wait()
-                continue
-            child.healthy_at = clock()
-            self._announce(f"{child.name} serves again")
-            return None
+            problem = await self._restart(child, keep_alive)
+        child.healthy_at, child.down_since = clock(), None
+        self._announce(f"{child.name} serves again")
+        return None
+
+    def _is_hopeless(self) -> bool:
+        """Return whether no child that is restarted was healthy in the last `GIVE_UP_SECONDS`."""
+        now = asyncio.get_running_loop().time()
+        kept = [child for child in self.children if child.keep_alive is not None]
+        return all(child.down_since is not None and now - child.down_since >= GIVE_UP_SECONDS for child in kept)
+
+    async def _restart(self, child: Child, keep_alive: KeepAlive) -> str | None:
+        """Start a dead child and wait until it is healthy. Return the problem, if any; the child is dead then."""
+        try:
+            await self._spawn_again(child)
+        except OSError as error:  # no memory, process or disk left for it now
+            return f"could not be started: {error.strerror}"
+        problem = await self._until_healthy(child, keep_alive.check, keep_alive.timeout)
+        if problem is not None:
+            self._kill(child)
+            await child.process.wait()
+        return problem
 
     async def _spawn_again(self, child: Child) -> None:
         child.log = self._new_log(child.name)
@@ -201,6 +224,7 @@ class ProcessGroup:
         if (revival := self._revivals.pop(child, None)) is not None:
             revival.cancel()
             await asyncio.gather(revival, return_exceptions=True)
+        child.down_since = None
         await self._end(child)
 
     async def resume(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
