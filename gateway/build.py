@@ -239,7 +239,7 @@ def _adapter_handlers(
         catalog=records.catalog,
         uses=records.adapter_uses,
         probes=Probes(resources.database),
-        warming=serving.warming,
+        operator_prefetch=serving.operator_prefetch,
         currency=records.price_list.currency,
     )
     parts = AdapterParts(intake, golden.checks, uses, versions)

@@ -33,6 +33,7 @@ from gateway.fleet.kept_engine import KeptEngine
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
+from gateway.fleet.operator_prefetch import OperatorPrefetch
 from gateway.fleet.pinning import Pinning
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine
@@ -41,7 +42,6 @@ from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.shared_service import SharedService
 from gateway.fleet.tokenizers import Tokenizers
-from gateway.fleet.warming import Warming
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.records.activity.activity import Activity
@@ -129,7 +129,7 @@ class Serving:
     prober: AdapterProber
     tokenizers: Tokenizers
     pinning: Pinning
-    warming: Warming
+    operator_prefetch: OperatorPrefetch
     fleet: Fleet
 
 
@@ -276,6 +276,6 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         prober=prober,
         tokenizers=Tokenizers(EngineTokenizer(registry, kinds).tokens, own),
         pinning=pinning,
-        warming=Warming(registry, client.send_hint),
+        operator_prefetch=OperatorPrefetch(registry, client.send_hint),
         fleet=fleet,
     )

@@ -9,7 +9,7 @@ from msgspec import Struct
 from gateway.api.adapters.caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
-from gateway.fleet.warming import Warming
+from gateway.fleet.operator_prefetch import OperatorPrefetch
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.use import AdapterUses, Change, Use
@@ -69,14 +69,14 @@ class AdapterUseRoutes:
         catalog: Catalog,
         uses: AdapterUses,
         probes: Probes,
-        warming: Warming,
+        operator_prefetch: OperatorPrefetch,
         currency: str,
     ) -> None:
         self._tenants = tenants
         self._catalog = catalog
         self._uses = uses
         self._probes = probes
-        self._warming = warming
+        self._operator_prefetch = operator_prefetch
         self._currency = currency
         self.reads = ConcurrencyLimiter(READS, rest=REST)
 
@@ -119,7 +119,7 @@ class AdapterUseRoutes:
         if not version.is_served:
             raise BadRequest(f"version: the version is {version.state}; expected a ready one.", param="version")
         binding = await self._probes.binding(tenant, name, number)
-        return (await self._warming.load(url, version.digest, binding, tenant.id)).url
+        return (await self._operator_prefetch.load(url, version.digest, binding, tenant.id)).url
 
 
 def _describe(use: Use) -> ShownUse:

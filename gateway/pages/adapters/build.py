@@ -53,7 +53,7 @@ def build_adapter_page(
         reports=Reports(Uploads(database), Probes(database), Golden(database)),
         uses=records.adapter_uses,
         activity=Activity(database, timedelta(hours=resources.settings.minute_sums_hours)),
-        warming=serving.warming,
+        operator_prefetch=serving.operator_prefetch,
         reads=parts.uses.reads,
     )
     acts = AdapterActs(

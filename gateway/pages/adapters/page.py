@@ -11,7 +11,7 @@ from aiohttp import web
 from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.fleet.engine import AdapterTier
-from gateway.fleet.warming import Warming
+from gateway.fleet.operator_prefetch import OperatorPrefetch
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.links import Links
@@ -100,7 +100,7 @@ class AdapterPages:
         reports: Reports,
         uses: AdapterUses,
         activity: Activity,
-        warming: Warming,
+        operator_prefetch: OperatorPrefetch,
         reads: ConcurrencyLimiter,
     ) -> None:
         self._frame = frame
@@ -109,7 +109,7 @@ class AdapterPages:
         self._reports = reports
         self._uses = uses
         self._activity = activity
-        self._warming = warming
+        self._operator_prefetch = operator_prefetch
         self._reads = reads
 
     async def show(self, request: web.Request) -> web.Response:
@@ -176,9 +176,9 @@ class AdapterPages:
         return {"probe": probe, "golden": golden, "engines": engines}
 
     def _engines(self, version: Version, binding: Binding) -> list[EngineRow]:
-        able = {engine.url for engine in self._warming.engines(binding)}
+        able = {engine.url for engine in self._operator_prefetch.engines(binding)}
         rows = []
-        for engine in sorted(self._warming.up, key=lambda engine: engine.url):
+        for engine in sorted(self._operator_prefetch.up, key=lambda engine: engine.url):
             tier = engine.tier_of(version.digest)
             may_load = version.is_served and engine.url in able and tier == "none"
             running = engine.requests.by_digest[version.digest] if version.digest else 0
@@ -188,7 +188,7 @@ class AdapterPages:
     def _row(self, version: Version, aliases: Sequence[Alias], pushed: Mapping[int, str]) -> VersionRow:
         number = version.version
         named = [each.alias for each in aliases if any(target.version == number for target in each.targets)]
-        tiers = [engine.tier_of(version.digest) for engine in self._warming.up]
+        tiers = [engine.tier_of(version.digest) for engine in self._operator_prefetch.up]
         by = pushed.get(number, "")
         return VersionRow(version, named, by, tiers.count("device"), tiers.count("host"))
 

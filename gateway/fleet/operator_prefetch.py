@@ -10,8 +10,8 @@ from gateway.records.bases.base import Binding
 from wire.http_errors import HTTP_ERRORS
 
 
-class Warming:
-    """Tells engines to load adapters that an operator names. send: as in `Prefetch`."""
+class OperatorPrefetch:
+    """Tells engines to load adapters that an operator names."""
 
     def __init__(self, registry: Registry, send: SendHint) -> None:
         self._registry = registry
