@@ -22,7 +22,7 @@ longer rounds decide it. An attacker that gives way attacks less when the stack 
 its requests a second, also those of the quiet rounds. If it waited for a CPU for more than half of its rounds
 (/proc/self/schedstat), it was starved, and latencies that are not missed are undecided: run that attack on a machine
 with more cores. An attack that breaks the stack is reported, and the others follow on a new one. Exit code 1 if a limit
-is missed.
+is missed, 2 if an attack is undecided.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
@@ -191,7 +191,9 @@ def main() -> int:
     finally:  # Ctrl-C too shows what was measured
         seconds = time.monotonic() - began
         print(f"\n{report.table()}\n\n{len(report.attacks)} attacks in {seconds:.0f} s\n{report.totals()}", flush=True)
-    return 1 if any(result.all_missed for result in report.attacks) else 0
+    if any(result.all_missed for result in report.attacks):
+        return 1
+    return 2 if any(result.undecided for result in report.attacks) else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The well-behaved tenant: short streamed chats at a steady slow rate, with an occasional small upload.
 
+Every second chat is with its adapter, so that an attack on adapters, which evicts or unloads it, is seen.
+
 Its rate follows the machine's speed, so that its own chats hardly queue behind each other: at a high utilisation a
 small slow-down becomes a large one, and quiet rounds differ by more than any attack does.
 """
 
 import asyncio
+import itertools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +22,7 @@ from benchmarks.hostile.ratios import percentile
 # Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds. Chats share the steps
 # of a simulated device and hardly wait for each other, so there are more of them, and p99 depends on more than one.
 CHAT_INTERVAL_FACTOR, SIMULATED_INTERVAL_FACTOR, MIN_CHAT_INTERVAL = 3.0, 1.5, 0.04
+ADAPTER = "pirate"
 # Limits of the neighbour's tenant above its own load. The default of 600 requests a minute would be below it.
 NEIGHBOUR_LIMITS = {"requests_per_minute": 6_000, "tokens_per_minute": 1_000_000}
 LONE_CHATS = 8
@@ -52,7 +56,8 @@ class Neighbour:
         self._session = session
         self._url = place.url
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._model = place.base_model
+        # In turn. Without uploads, the engines are doubles and have no adapters.
+        self._models = itertools.cycle([place.base_model, ADAPTER] if uploads else [place.base_model])
         self._factor = SIMULATED_INTERVAL_FACTOR if place.is_simulated else CHAT_INTERVAL_FACTOR
         self._uploads = uploads
         self.chat_interval = MIN_CHAT_INTERVAL
@@ -104,7 +109,7 @@ class Neighbour:
             measured.failures.append(type(error).__name__)
 
     async def _chat(self, measured: Measurements, began: float) -> None:
-        body = {"model": self._model, "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
+        body = {"model": next(self._models), "messages": [{"role": "user", "content": "Say hello."}], "stream": True}
         body |= {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "temperature": 0}
         url = f"{self._url}/v1/chat/completions"
         async with self._session.post(url, json=body, headers=self._headers) as response:
@@ -122,7 +127,7 @@ class Neighbour:
 
     async def _upload(self, measured: Measurements, began: float) -> None:
         headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={BOUNDARY.decode()}"}
-        data = form({"name": b"pirate"} | good())
+        data = form({"name": ADAPTER.encode()} | good())
         post = self._session.post
         async with self._one_upload, post(f"{self._url}/v1/adapters", data=data, headers=headers) as response:
             text = await response.text()
