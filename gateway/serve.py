@@ -13,7 +13,7 @@ from aiohttp import web
 
 from gateway.api.access_log import hide_server
 from gateway.api.health import MetricsPage
-from gateway.api.requests.pieces import READ_BUFFER_BYTES
+from gateway.api.requests.body_reader import READ_BUFFER_BYTES
 from gateway.app import CONNECTIONS, DRAIN, LAG, METRICS, make_app
 from gateway.log_format import set_up_logging
 from gateway.metrics import Metrics

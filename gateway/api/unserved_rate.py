@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from gateway.api.access_log import PROBES
 from gateway.api.idempotency import REPLAYED
-from gateway.api.requests.pieces import COST
+from gateway.api.requests.body_reader import COST
 from gateway.caller import CALLER, Caller, client_network
 from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
 from gateway.fleet.sleeping import BaseAsleep

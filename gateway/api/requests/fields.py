@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 import msgspec
 from aiohttp import web
 
+from gateway.api.requests.body_reader import COST, ChunkReader
 from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
-from gateway.api.requests.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
 from gateway.limits.kinds import BUDGET_NAMES
 from gateway.process.reads import large_reads
@@ -95,8 +95,8 @@ async def read_shared(request: web.Request, share: BodyShare, most: int | None =
 async def _read_all(request: web.Request, share: BodyShare, limit: int, length: int) -> bytes:
     """Return the body as it was sent. length: the bytes that the share holds."""
     # Its value is no copy: one of 8 MiB would take 8 ms of the event loop.
-    raw, size, pieces = BytesIO(), 0, Pieces(request)
-    while piece := await pieces.next():
+    raw, size, chunks = BytesIO(), 0, ChunkReader(request)
+    while piece := await chunks.next():
         size += raw.write(piece)
         request[COST] = max(request.get(COST, 0), size)
         if size > limit:

@@ -18,7 +18,7 @@ from adapters.check import ARCHIVE
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import printable
 from adapters.spool import Spool
-from gateway.api.requests.pieces import Pieces
+from gateway.api.requests.body_reader import ChunkReader
 from gateway.api.uploads.blocking_calls import BlockingCalls
 from gateway.api.uploads.form import Form, FormError, FormPart
 from gateway.errors import BadRequest, TooLarge, TooSlow
@@ -185,7 +185,7 @@ class BodyReader:
     def __init__(self, request: web.Request, rules: UploadRules, received: ReceivedBytes) -> None:
         # Large reads suit the disk; the limit of pending chunks stays as it is.
         request.content.set_read_chunk_size(READ_BYTES)
-        self._pieces = Pieces(request, MIN_CHUNK_BYTES)
+        self._chunks = ChunkReader(request, MIN_CHUNK_BYTES)
         self._rules = rules
         self._received = received
         # Time from which the minimum rate applies; waits for our own disk postpone it.
@@ -193,10 +193,10 @@ class BodyReader:
 
     async def read(self) -> bytes:
         rules, now = self._rules, time.monotonic()
-        left = self._begun + self._pieces.num_bytes / rules.min_rate - now
+        left = self._begun + self._chunks.num_bytes / rules.min_rate - now
         try:
             async with asyncio.timeout(min(rules.read_seconds, left)):
-                piece = await self._pieces.next()
+                piece = await self._chunks.next()
         except TimeoutError as error:
             if left < rules.read_seconds:
                 raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
@@ -208,7 +208,7 @@ class BodyReader:
         if owner is not None and (wait := _RATE.delay(owner, len(piece))) > MIN_WAIT_SECONDS:
             self._begun += wait
             await asyncio.sleep(wait)
-        if self._pieces.num_bytes > rules.max_bytes:
+        if self._chunks.num_bytes > rules.max_bytes:
             raise too_large(rules.max_bytes)
         return piece
 

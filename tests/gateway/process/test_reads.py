@@ -9,7 +9,7 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from gateway.api.requests.pieces import READ_BUFFER_BYTES
+from gateway.api.requests.body_reader import READ_BUFFER_BYTES
 from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, EndQueue, bound_reads, large_reads
 
 SIZE = 8 * 2**20

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gateway.api.requests import memory as body_memory
+from gateway.api.requests.body_reader import FREE_CHUNKS
 from gateway.api.requests.memory import BodyMemory, BodyShare
-from gateway.api.requests.pieces import FREE_CHUNKS
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, PromptReader
 from gateway.billing.inference_request import InferenceRequest
 from testing.gateway.bases import measured, one_base, with_tokenizer

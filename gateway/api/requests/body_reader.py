@@ -1,4 +1,4 @@
-"""Reading of a request's body in pieces."""
+"""Reading of a request's body by chunks."""
 
 from aiohttp import web
 
@@ -18,8 +18,8 @@ COST = web.RequestKey("cost", int)
 CHUNK_COST = 1024
 
 
-class Pieces:
-    """Reader of a request's body. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
+class ChunkReader:
+    """Reads a request's body by chunks. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
 
     def __init__(self, request: web.Request, least_chunk: int = MIN_CHUNK_BYTES) -> None:
         self.num_bytes = 0
