@@ -20,9 +20,9 @@ from gateway.api.requests.fields import json_response, read_body, read_flag, rea
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.api.scopes import ACTOR
 from gateway.quota.quota import Quota
+from gateway.records.cooperative_rows import in_pieces
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists
-from gateway.records.pieces import in_pieces
 from gateway.records.tenants.tenants import Tenants
 
 LIST_QUERY = ("tenant", "all", "state", "q", "sort", "limit", "page")

@@ -10,7 +10,7 @@ from gateway.api.admin.tenants import Tag
 from gateway.api.requests.fields import encoded, json_response, read_body, read_flag
 from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
-from gateway.records.pieces import in_pieces
+from gateway.records.cooperative_rows import in_pieces
 from gateway.records.tenants.bulk import BulkChange, Planned, TenantBulk
 from gateway.records.tenants.list import TenantFilter
 from gateway.records.tenants.terms import FIELDS

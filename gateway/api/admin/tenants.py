@@ -18,7 +18,7 @@ from gateway.api.scopes import ACTOR, ROLE
 from gateway.errors import BadRequest
 from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.pieces import in_pieces
+from gateway.records.cooperative_rows import in_pieces
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists, TenantMonth
 from gateway.records.tenants.plans import Plans

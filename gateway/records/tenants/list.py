@@ -23,10 +23,10 @@ from sqlalchemy import (
 
 from gateway.errors import BadRequest
 from gateway.limits.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
+from gateway.records.cooperative_rows import in_pieces, read_rows
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.pieces import in_pieces, read_rows
 from gateway.records.tables import UtcDateTime, api_keys, tenants
 from gateway.records.tenants.limits import limit_value
 from gateway.records.tenants.month_sums import DAY, FORECAST_DAYS, month_sums, periods

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gateway.api.admin import keys as key_routes
+from gateway.records.cooperative_rows import AT_ONCE
 from gateway.records.keys import keys as key_records
-from gateway.records.pieces import AT_ONCE
 from testing.gateway.running import BASE_MODEL, Client, Gateway
 
 ALL = ["adapters", "inference", "keys", "usage"]

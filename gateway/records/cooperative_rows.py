@@ -1,4 +1,4 @@
-"""Work on many rows in pieces, so that the event loop has turns between them."""
+"""Work on many rows in batches, between which the event loop runs other tasks."""
 
 import asyncio
 from collections.abc import Callable, Sequence
