@@ -199,6 +199,6 @@ class Grammars:
 def _full(error: TooManyPending, spec: GrammarSpec) -> QueueFull:
     message = f"Grammars to compile: {error}."
     if error.is_tenants:
-        # With `param`, the gateway refuses the tenant's new forms itself (gateway/api/requests/forms.py).
+        # With `param`, the gateway refuses the tenant's new forms itself (api/requests/structured_output_forms.py).
         return TenantQueueFull(message, error.retry_after, spec.param)
     return QueueFull(message, error.retry_after)

@@ -9,10 +9,10 @@ from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
 from gateway.api.requests.fields import read_shared
-from gateway.api.requests.forms import FORM, Forms
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, PromptReader
 from gateway.api.requests.sizes import MAX_USER_CHARS, AnyRequest
+from gateway.api.requests.structured_output_forms import FORM, Forms
 from gateway.api.scopes import PRINCIPAL
 from gateway.billing.account import Account, Accounting
 from gateway.billing.inference_request import InferenceRequest

@@ -13,8 +13,8 @@ from gateway.api.inference.delivery import FREE_BYTES, Deliveries, Delivery
 from gateway.api.inference.events import add_cost, drop_internal, head_of, shortened, visible_event
 from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
 from gateway.api.inference.time_limit import TimeLimit
-from gateway.api.requests.forms import FORM
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
+from gateway.api.requests.structured_output_forms import FORM
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
 from gateway.billing.inference_request import InferenceRequest

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.api.requests import forms
-from gateway.api.requests.forms import MAX_KNOWN, MAX_TENANTS, Forms, form_of
+from gateway.api.requests import structured_output_forms as forms
+from gateway.api.requests.structured_output_forms import MAX_KNOWN, MAX_TENANTS, Forms, form_of
 from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
 
