@@ -123,7 +123,7 @@ def before(engines: list[EngineRecord], asked: Asked) -> EngineRecord:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if not engine.holds(asked.digest):
             seconds += LOADS_PER_LOAD * load_seconds
-        return engine.fullness, seconds, rank(asked.digest.encode(), engine.url)
+        return engine.fullness(), seconds, rank(asked.digest.encode(), engine.url)
 
     return min(engines, key=order)
 

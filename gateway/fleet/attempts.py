@@ -101,7 +101,9 @@ class Attempts:
         tenant_id, digest = call.tenant.id, call.model.digest
         loads = digest is not None and not engine.holds(digest)
         suspects = partial(self.quarantine.suspects, tenant_id, call.model.suspects, call.named)
-        return engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects)
+        return engine.requests.count(
+            digest, tenant_id, sequences=call.sequences, loads=loads, is_sent=False, suspects=suspects
+        )
 
     def _died(self, engine: EngineRecord, call: Call, in_flight: InFlight) -> None:
         names = self.quarantine.suspects(call.tenant.id, call.model.suspects, call.named)

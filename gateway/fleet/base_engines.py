@@ -4,6 +4,7 @@ Up to EXACT engines, the registry makes a new `BaseEngines` for each use, so not
 it keeps one for MAX_AGE: a pass over 1,000 engines takes 1 ms, and a gateway process has 640 requests a second there.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -78,8 +79,8 @@ class BaseEngines:
 
     @cached_property
     def processes(self) -> float:
-        """Return the requests of all gateway processes as a multiple of this process's."""
-        own = sum(engine.requests.in_flight for engine in self.available)
+        """Return the sequences of all gateway processes as a multiple of this process's."""
+        own = sum(engine.requests.sequences for engine in self.available)
         return sum(engine.load for engine in self.available) / own if own else 1.0
 
     @cached_property
@@ -102,7 +103,11 @@ def capacity_of(available: Sequence[EngineRecord]) -> Capacity | None:
     """Return the capacity of engines, or None without one."""
     if not available:
         return None
+    places = sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants)
     return Capacity(
         own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
-        places=sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants),
+        places=places,
+        room=math.inf
+        if places
+        else max(min(engine.max_in_flight - engine.load, engine.max_sequences) for engine in available),
     )

@@ -80,8 +80,9 @@ def _ignore(*_: int) -> None:
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an engine of any kind. body: in OpenAI's form; the kind replaces its model.
 
-    named: the body by which the quarantine names the request. prompt_tokens: tokens of all prompts. span: the parent of
-    the engine's spans. trace: the W3C headers that carry the span. hold: the tokens that may be generated for now.
+    named: the body by which the quarantine names the request. prompt_tokens: tokens of all prompts. sequences: number
+    of choices of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the span. hold:
+    the tokens that may be generated for now.
     on_progress: called with the completion tokens so far of a whole answer. on_sent: called before the first byte goes
     to an engine, or before a load of the adapter is sent. engine: the only engine that may serve it; None for any.
     """
@@ -93,6 +94,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     model: "Model"
     tenant: "Tenant"
     prompt_tokens: int
+    sequences: int = 1
     span: Span = NO_SPAN
     trace: dict[str, str] = {}
     hold: "Hold | None" = None

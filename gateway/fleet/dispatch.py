@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
+from gateway.errors import EngineDied, NoEngine, Overloaded, UpstreamFailed
+from gateway.fleet.absence import absence, check_sequences
 from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
 from gateway.fleet.base_queues import BaseQueues
@@ -40,10 +41,6 @@ MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
     "count against your limits of tokens per minute and per day."
-)
-NO_ADAPTERS = "The available engines serve the base model only, no adapters."
-ONLY_ADAPTERS = (
-    "The available engines serve adapters only, because they may answer a base-model request with an adapter's weights."
 )
 
 Begun = tuple[EngineRecord, Incoming, InFlight]
@@ -155,6 +152,7 @@ class Fleet:
             call.prompt_tokens,
             lambda: record.completion_tokens,
             tenant.name,
+            call.sequences,
         )
         if call.model.digest is not None and call.engine is None:
             self.rates.count(call.model.digest)
@@ -164,6 +162,7 @@ class Fleet:
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):
+                    check_sequences(self._registry.of_base(call.model.base).engines, call)
                     await held.enter_async_context(queue.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
@@ -287,6 +286,7 @@ class Fleet:
             self._conversations.engine(tries.prefix),
             self.rates.of(digest),
             reuses_base=call.prompt_tokens >= LONG_PROMPT and digest in fleet.activated,
+            sequences=call.sequences,
         )
         in_progress = self._attempts.in_progress[digest]
         found = (choose_in(fleet, request, in_progress, usable) for usable in conditions)
@@ -318,18 +318,12 @@ class Fleet:
             and engine.address.traits.name not in tries.unserving
             and engine.breaker.allows(call.tenant.id)
             and engine.takes(call.model)
+            and call.sequences <= engine.max_sequences
         )
 
     def _absence(self, model: "Model", tries: _Tries) -> NoEngine:
         """Return the error of a request for the model that no engine can serve."""
-        if tries.died:
-            return EngineDied()
-        available = self._registry.of_base(model.base).available
-        if not available or any(engine.takes(model) for engine in available):
-            return NoEngine()
-        if not any(engine.serves(model.binding) for engine in available):
-            return NoEngineOfBase()
-        return NoEngine(NO_ADAPTERS if model.adapters else ONLY_ADAPTERS)
+        return EngineDied() if tries.died else absence(self._registry.of_base(model.base).available, model)
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""

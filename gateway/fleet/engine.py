@@ -1,6 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class Address:
     url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. wake: URL
     of the supervisor that stops and starts an engine of ours; None: it never sleeps. The other fields are for foreign
     servers, which do not report them. adapters: maximum adapters kept loaded; 0: it gets base-model requests only.
-    requests: maximum requests in flight.
+    requests: maximum sequences in flight.
     key: its API key. any_version: whether releases that are known to mix up tenants or adapters are used too.
     prefill: URL of the server that computes prompts for this one; None: this one does.
     """
@@ -115,9 +116,9 @@ class EngineRecord:
     requests: this process's requests there.
     resident: digests (no prefix) of the adapters that it holds.
     host: adapters in its host memory, for operators only.
-    foreign_load: number of other gateways' requests.
+    foreign_load: number of other gateways' sequences.
     last_foreign_load: the same when a DOWN engine was last up.
-    slots: number of requests that it runs at once.
+    slots: number of sequences that it runs at once.
     load_seconds: time to load an adapter.
     prefetched: adapters in its host memory by hints.
     request_seconds: time of a request.
@@ -162,18 +163,27 @@ class EngineRecord:
 
     @property
     def load(self) -> int:
-        """Return the number of requests on this engine, including the known ones of other gateways."""
-        return self.requests.in_flight + self.foreign_load
+        """Return the number of sequences on this engine, including the known ones of other gateways."""
+        return self.requests.sequences + self.foreign_load
 
     @property
     def max_in_flight(self) -> int:
-        """Return the maximum number of requests in flight on the engine."""
+        """Return the maximum number of sequences in flight on the engine."""
         return self.address.traits.batches_in_flight * self.slots
 
     @property
-    def fullness(self) -> int:
-        """Return 0 if a place is free. If none is, return 1 for an engine that queues further requests, else 2."""
-        if self.load < self.max_in_flight:
+    def max_sequences(self) -> float:
+        """Return the maximum number of a request's sequences: half of those that run at once, so that no request takes
+        them all. It is infinite for an engine that orders tenants itself, and unknown before the first report.
+        """
+        is_bounded = self.state.max_num_seqs and not self.address.traits.orders_tenants
+        return max(1, self.max_in_flight // 2) if is_bounded else math.inf
+
+    def fullness(self, sequences: int = 1) -> int:
+        """Return 0 if there is a place for each of a request's sequences. If not, return 1 for an engine that queues
+        further requests, else 2.
+        """
+        if self.load + sequences <= self.max_in_flight:
             return 0
         return 1 if self.address.traits.orders_tenants else 2
 
@@ -282,8 +292,8 @@ class EngineRecord:
         self.requests.forget_left()
         self.is_ending = False
 
-    def observe_state(self, state: EngineState, in_flight: int) -> None:
-        """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
+    def observe_state(self, state: EngineState, own: int) -> None:
+        """Apply the engine's state, unless a newer one is known. own: this process's sequences there at the query."""
         self.read_at = time.monotonic()
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
@@ -300,7 +310,7 @@ class EngineRecord:
             self.host = frozenset()
         self.state = state
         self.observe_resident(bare_digest(digest) for digest in state.adapters_resident)
-        self.foreign_load = max(0, state.running + state.waiting - in_flight)
+        self.foreign_load = max(0, state.running + state.waiting - own)
         self.slots = state.max_num_seqs or self.slots
         if state.adapter_load_seconds > 0:
             self.load_seconds = max(state.adapter_load_seconds, MIN_LOAD_SECONDS)

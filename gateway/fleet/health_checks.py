@@ -38,9 +38,9 @@ class HealthChecks:
         kind = self._kinds[engine.address.traits.name]
         if not await self._is_alive(engine, kind):
             return
-        in_flight = engine.requests.in_flight
+        own = engine.requests.sequences
         try:
-            engine.observe_state(await kind.read_state(engine), in_flight)
+            engine.observe_state(await kind.read_state(engine), own)
         except Misconfigured as error:
             engine.mark_misconfigured(str(error))
             return
@@ -115,7 +115,7 @@ class HealthChecks:
         pushed = False
         try:
             async for state in self._kinds[engine.address.traits.name].follow(engine):
-                engine.observe_state(state, engine.requests.in_flight)
+                engine.observe_state(state, engine.requests.sequences)
                 if engine.state.draining:
                     engine.mark_down("it finishes its requests and stops", Health.DRAINING)
                 else:

@@ -54,7 +54,8 @@ class LeftRequest:
 class OwnRequests:
     """This process's requests on an engine.
 
-    in_flight: number of requests that the engine has not finished. by_digest: number of requests whose answers the
+    in_flight: number of requests that the engine has not finished. sequences: number of their sequences, as engines
+    count their load. by_digest: number of requests whose answers the
     gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. hinted: number of
     hints that the engine has not answered, by tenant. loading: adapters that the requests made the engine load, until
     it reports them or the last of their requests ends. unanswered: a time-out for each request that the engine has not
@@ -62,6 +63,7 @@ class OwnRequests:
     """
 
     in_flight: int = 0
+    sequences: int = 0
     by_digest: Counter[str | None] = field(default_factory=Counter)
     by_tenant: Counter[str] = field(default_factory=Counter)
     hinted: Counter[str] = field(default_factory=Counter)
@@ -132,6 +134,7 @@ class OwnRequests:
         digest: str | None,
         tenant_id: str = "",
         *,
+        sequences: int = 1,
         loads: bool = False,
         is_sent: bool = True,
         suspects: Callable[[], Names] = lambda: named(()),
@@ -144,9 +147,10 @@ class OwnRequests:
         if loads:
             self.loading.add(digest)
         self.in_flight += 1
+        self.sequences += sequences
         self.by_digest[digest] += 1
         self.by_tenant[tenant_id] += 1
-        request = InFlight(self, is_sent)
+        request = InFlight(self, is_sent, sequences)
         try:
             yield request
         finally:
@@ -216,8 +220,9 @@ class InFlight:
     client read too slowly; None until that is asked.
     """
 
-    def __init__(self, requests: OwnRequests, is_sent: bool) -> None:
+    def __init__(self, requests: OwnRequests, is_sent: bool, sequences: int = 1) -> None:
         self._requests = requests
+        self._sequences = sequences
         self.is_sent = is_sent
         self.is_counted = True
         self.has_ended = False
@@ -243,8 +248,10 @@ class InFlight:
 
     def free(self) -> None:
         """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""
-        self._requests.in_flight -= self.is_counted
-        self.is_counted = False
+        if self.is_counted:
+            self._requests.in_flight -= 1
+            self._requests.sequences -= self._sequences
+            self.is_counted = False
 
 
 def _forget(left: LeftRequest) -> None:

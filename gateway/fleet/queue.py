@@ -8,6 +8,10 @@ served last, whether new or waiting.
 A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
 would wait for their ends. This holds for engines that order tenants themselves; others never get more than they run.
+
+Such others run sequences first come, first served, so a request takes a place for each of its sequences there. A
+request for which too few places are free is passed only by tenants below their share of the places, so that neither a
+request with many sequences nor the others wait for long.
 """
 
 import asyncio
@@ -58,12 +62,23 @@ def _nothing() -> None:
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
-    own: maximum requests of this process on the engines, unless a tenant is below its share. places: places of the
-    engines that order tenants fairly, including those that other processes use.
+    own: maximum places of this process on the engines, unless a tenant is below its share. places: places of the
+    engines that order tenants fairly, including those that other processes use. room: maximum sequences of a request
+    that some engine takes now.
     """
 
     own: int
     places: int
+    room: float = math.inf
+
+    def size(self, sequences: int) -> int:
+        """Return the number of places of a request: one if an engine that orders tenants can take it."""
+        return 1 if self.places else sequences
+
+    def fits(self, sequences: int, inside: int) -> bool:
+        """Return whether a request fits beside those that take `inside` places."""
+        size = self.size(sequences)
+        return inside + size <= self.own and size <= max(1, self.room)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +86,8 @@ class Place:
     """The place of a request, waiting or with an engine.
 
     tenant_name: shown to operators. priority: the tenant's; lower numbers go first. tokens: number of the prompt's
-    tokens. completion_tokens: returns the number of tokens generated so far. counted: number of generated tokens that
+    tokens. sequences: number of its sequences. size: number of places that it takes since its admission.
+    completion_tokens: returns the number of tokens generated so far. counted: number of generated tokens that
     are in the tenant's service. deadline: orders the tenant's own requests, in seconds of `time.monotonic`.
     count_service: called with the service of generated tokens. on_wait: called if the request has to wait.
     """
@@ -82,6 +98,8 @@ class Place:
     tokens: int
     completion_tokens: Callable[[], int] = _no_tokens
     tenant_name: str = ""
+    sequences: int = 1
+    size: int = 1
     counted: int = 0
     count_service: Callable[[float], None] = _ignore
     on_wait: Callable[[], None] = _nothing
@@ -113,7 +131,7 @@ class RequestQueue:
         self._max_seconds = max_seconds
         self._waiting: Waiting[Place] = Waiting(counters.counter)
         counters.watch(self._waiting.reorder)
-        # Admitted requests that have not ended, and by tenant the number of those that still hold a place.
+        # Admitted requests that have not ended, and by tenant the number of places of those that still hold any.
         self._admitted: set[Place] = set()
         self._inside: Counter[str] = Counter()
         self._num_inside = 0
@@ -173,10 +191,15 @@ class RequestQueue:
         Each prompt is counted before the next request is chosen (VTC, algorithm 2); otherwise one tenant would get all
         places that become free together.
         """
-        while (place := self._next()) is not None:
+        while self._waiting:
+            capacity = self._capacity()
+            place = self._next(capacity)
+            if place is None:
+                return
             if self._end_wait(place, True):
-                self._inside[place.tenant_id] += 1
-                self._num_inside += 1
+                place.size = 1 if capacity is None else capacity.size(place.sequences)
+                self._inside[place.tenant_id] += place.size
+                self._num_inside += place.size
                 self._counters.add_service(place.tenant_id, place.tokens * PROMPT_TOKEN)
 
     @property
@@ -210,17 +233,22 @@ class RequestQueue:
             for tenant_id, place in found.items()
         }
 
-    def _next(self) -> Place | None:
+    def _next(self, capacity: Capacity | None) -> Place | None:
         """Return the waiting request that is admitted next, None if there is room for none."""
-        if not self._waiting:
-            return None
-        capacity = self._capacity()
-        if capacity is None or self._num_inside < capacity.own:
-            return self._waiting.first()
-        # Every share is at least one request, so many tenants could exceed the places without this limit.
+        first = self._waiting.first()
+        if first is None or capacity is None or capacity.fits(first.sequences, self._num_inside):
+            return first
+        # Every share is at least one place, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
-        return self._waiting.first(lambda tenant: self._inside[tenant] < self._share(tenant, capacity.places))
+
+        def is_below_share(place: Place) -> bool:
+            if not capacity.places and not capacity.fits(place.sequences, self._num_inside):
+                return False
+            share = self._share(place.tenant_id, capacity.places or capacity.own)
+            return self._inside[place.tenant_id] + capacity.size(place.sequences) <= share
+
+        return self._waiting.first(is_below_share)
 
     def _share(self, tenant_id: str, places: int) -> int:
         """Return the number of places that the tenant gets without a wait: at least one."""
@@ -237,15 +265,15 @@ class RequestQueue:
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
         if place.entered is not None:
-            self._leave(place.tenant_id)
+            self._leave(place)
             self._seconds_inside += 0.1 * (time.monotonic() - place.entered - self._seconds_inside)
             place.entered = None
 
-    def _leave(self, tenant_id: str) -> None:
-        self._num_inside -= 1
-        self._inside[tenant_id] -= 1
-        if not self._inside[tenant_id]:
-            del self._inside[tenant_id]
+    def _leave(self, place: Place) -> None:
+        self._num_inside -= place.size
+        self._inside[place.tenant_id] -= place.size
+        if not self._inside[place.tenant_id]:
+            del self._inside[place.tenant_id]
 
     async def _wait(self, place: Place) -> None:
         place.turn = asyncio.get_running_loop().create_future()
@@ -265,7 +293,7 @@ class RequestQueue:
                 self._waiting.remove(place)
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
-                self._leave(place.tenant_id)
+                self._leave(place)
                 self._counters.add_service(place.tenant_id, -place.tokens * PROMPT_TOKEN)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None

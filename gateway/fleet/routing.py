@@ -54,6 +54,7 @@ class RoutedRequest(NamedTuple):
     digest: the adapter's; None: the base model. prefix: the conversation's key, from `prefix_key`. cached: the engine
     that served the conversation last. rate: the adapter's requests per second in this process. reuses_base: whether
     the adapter reads the base model's cached blocks of a long prompt (activated LoRA), which are worth a load.
+    sequences: number of its sequences.
     """
 
     digest: str | None
@@ -61,6 +62,7 @@ class RoutedRequest(NamedTuple):
     cached: EngineRecord | None = None
     rate: float = 0.0
     reuses_base: bool = False
+    sequences: int = 1
 
     @property
     def affinity(self) -> bytes:
@@ -113,7 +115,7 @@ def earliest(ordered: Sequence[EngineRecord], request: RoutedRequest, homes: Hom
     def order(engine: EngineRecord) -> tuple[int, float, bool]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         seconds += adapter_seconds(engine, request, homes, request_seconds, load_seconds)
-        return engine.fullness, seconds, engine is not request.cached
+        return engine.fullness(request.sequences), seconds, engine is not request.cached
 
     return min(ordered, key=order)
 
@@ -143,7 +145,7 @@ def adapter_seconds(
 
 def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -> int:
     """Return the number of engines that an adapter's requests should use. engines: all available ones."""
-    own = sum(engine.requests.in_flight for engine in engines)
+    own = sum(engine.requests.sequences for engine in engines)
     processes = sum(engine.load for engine in engines) / own if own else 1.0
     in_progress = sum(engine.requests.by_digest[digest] for engine in engines)
     slots = sum(engine.slots for engine in engines) / len(engines)

@@ -36,7 +36,7 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
-def everybody(_tenant_id: str) -> bool:
+def everybody(_waiter: Waiter) -> bool:
     return True
 
 
@@ -102,17 +102,17 @@ class Waiting(Generic[W]):
             for priority, line in self._lines.get(each, {}).items():
                 self._ranks[priority].place(line, self._counter(each))
 
-    def first(self, may_enter: Callable[[str], bool] = everybody) -> W | None:
+    def first(self, may_enter: Callable[[W], bool] = everybody) -> W | None:
         """Return the request to admit next: in the line whose turn it is, the earliest deadline. None if nobody waits.
 
-        may_enter: returns whether a tenant's requests may be chosen.
+        may_enter: returns whether a request that is the first of its line may be chosen.
         """
         now, found = self._clock(), []
         for rank in self._ranks.values():
-            turn = next((each for each in rank.order if may_enter(each[-1].tenant_id)), None)
+            turn = next((each for each in rank.order if may_enter(each[-1].first)), None)
             if turn is not None:
                 found.append((rank.level(now), *turn))
-        return min(found)[-1].sorted[0][-1] if found else None
+        return min(found)[-1].first if found else None
 
     def last(self) -> W:
         """Return the request that would be admitted last. Raises ValueError without any."""
@@ -137,6 +137,10 @@ class _Line(Generic[W]):
         self.sorted: list[tuple[float, int, W]] = []
         self.arrivals: OrderedDict[int, W] = OrderedDict()
         self.key: tuple[float, int] | None = None
+
+    @property
+    def first(self) -> W:
+        return self.sorted[0][-1]
 
     @property
     def oldest(self) -> W:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Self
@@ -20,7 +21,8 @@ class ForeignDouble(ABC):
 
     names: paths of the loaded adapters by name. loads, unloads: adapter names in request order. heads: headers of every
     call. requests: headers and body of each request for an answer. redirect: target of redirects, "" sends none.
-    fail_loads: the error of every load. hold: while clear, requests run without ending.
+    fail_loads: the error of every load. hold: while clear, requests run without ending. max_num_seqs: number of
+    sequences that run at once, first come, first served. running, waiting: numbers of sequences.
     """
 
     def __init__(self, base_model: str, root: str) -> None:
@@ -39,7 +41,9 @@ class ForeignDouble(ABC):
         self.tokenized: list[dict[str, Any]] = []
         self.refuse_tokenize: str | None = None
         self.tokenize_seconds = 0.0
+        self.max_num_seqs = 1024
         self.running = self.most_running = 0
+        self._line: deque[asyncio.Future[None]] = deque()
         self.hold = asyncio.Event()
         self.hold.set()
 
@@ -135,13 +139,49 @@ class ForeignDouble(ABC):
         is_chat = request.path.endswith("/chat/completions")
         if (refusal := self._refusal(body, is_chat)) is not None:
             return refusal
-        self.running += 1
+        async with asyncio.TaskGroup() as sequences:
+            for _ in range(number_of_sequences(body)):
+                sequences.create_task(self._run_sequence())
+        return await self._answer(request, body, is_chat)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    async def _run_sequence(self) -> None:
+        """Wait for a seat in the batch, then run until `hold` is set."""
+        if self.running >= self.max_num_seqs:
+            turn = asyncio.get_running_loop().create_future()
+            self._line.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn in self._line:
+                    self._line.remove(turn)
+                elif not turn.cancelled():
+                    self._end_sequence()
+                raise
+        else:
+            self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
             await self.hold.wait()
-            return await self._answer(request, body, is_chat)
         finally:
+            self._end_sequence()
+
+    def _end_sequence(self) -> None:
+        """Give the seat of a sequence to the first one that waits."""
+        if self._line:
+            self._line.popleft().set_result(None)
+        else:
             self.running -= 1
+
+
+def number_of_sequences(body: dict[str, Any]) -> int:
+    """Return the number of sequences that a server makes of a body: its prompts times `n`."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    return prompts * (body.get("n") or 1)
 
 
 def lower_case(request: web.Request) -> dict[str, str]:

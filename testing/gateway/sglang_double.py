@@ -139,7 +139,12 @@ class SglangDouble(ForeignDouble):
 
     async def _loads(self, request: web.Request) -> web.Response:
         assert request.query == {"include": "core"}
-        load = {"dp_rank": 0, "num_running_reqs": self.running, "num_waiting_reqs": 0, "max_running_requests": 48}
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": self.running,
+            "num_waiting_reqs": self.waiting,
+            "max_running_requests": 48,
+        }
         return web.json_response({"version": self.info["version"], "dp_rank_count": 1, "loads": [load]})
 
     async def _load(self, request: web.Request) -> web.Response:

@@ -63,7 +63,8 @@ class VllmDouble(ForeignDouble):
         self.polls += 1
         labels = f'{{engine="0",model_name="{self.base_model}"}}'
         text = "# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n"
-        text += f"vllm:num_requests_running{labels} {float(self.running)}\nvllm:num_requests_waiting{labels} 0.0\n"
+        text += f"vllm:num_requests_running{labels} {float(self.running)}\n"
+        text += f"vllm:num_requests_waiting{labels} {float(self.waiting)}\n"
         labels = f'{{block_size="{self.block_size}",mamba_block_size="None",user_specified_block_size="False"}}'
         text += f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{labels} 1.0\n"
         if self.store is not None:

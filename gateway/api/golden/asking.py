@@ -135,6 +135,7 @@ class Asking:
             model=model,
             tenant=tenant,
             prompt_tokens=asked.prompt_tokens,
+            sequences=asked.choices,
             engine=engine,
         )
         if payer is not None:

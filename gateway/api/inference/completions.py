@@ -107,6 +107,7 @@ class Completions:
             model=account.model,
             tenant=account.principal.tenant,
             prompt_tokens=asked.prompt_tokens,
+            sequences=asked.choices,
             span=request.get(SPAN, NO_SPAN),
             trace=_trace(request),
             hold=account.hold,

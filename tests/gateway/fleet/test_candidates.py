@@ -82,7 +82,7 @@ class Estimate(NamedTuple):
 
 def estimate(engine: EngineRecord, request: RoutedRequest, homes: Homes) -> Estimate:
     seconds = seconds_in_queue(engine) + CROWDING * level(engine)
-    return Estimate(engine.fullness, seconds + adapter_seconds(engine, request, homes, 1.0, engine.load_seconds))
+    return Estimate(engine.fullness(), seconds + adapter_seconds(engine, request, homes, 1.0, engine.load_seconds))
 
 
 @pytest.mark.parametrize(("number", "load"), [(200, 0.5), (200, 0.8), (1000, 0.8)])

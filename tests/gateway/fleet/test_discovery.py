@@ -236,7 +236,7 @@ def test_older_word_of_an_engine_does_not_overwrite_newer():
 
 def test_others_requests_are_all_but_ours():
     engine = EngineRecord(Address("http://a"))
-    engine.requests.in_flight = 3
+    engine.requests.sequences = 3
     engine.observe_state(EngineState(running=4, waiting=2, max_num_seqs=8), 3)
     assert (engine.foreign_load, engine.load, engine.slots) == (3, 6, 8)
     engine.observe_state(EngineState(running=1, waiting=0), 3)

@@ -164,7 +164,7 @@ class World:
             engine.mark_up()
             return
         if self.is_read:
-            engine.observe_state(engine.state, engine.requests.in_flight)
+            engine.observe_state(engine.state, engine.requests.sequences)
         if self.health is Health.UP:
             engine.mark_up()
         elif self.health is Health.MISCONFIGURED:

@@ -27,7 +27,7 @@ SLOTS = 8
 
 def engine(url: str, in_flight: int = 0, resident: tuple[str, ...] = (), **fields: object) -> EngineRecord:
     record = EngineRecord(Address(url), condition=Condition(Health.UP), slots=SLOTS, **fields)  # type: ignore[arg-type]
-    record.requests.in_flight, record.resident = in_flight, frozenset(resident)
+    record.requests.sequences, record.resident = in_flight, frozenset(resident)
     return record
 
 
@@ -85,15 +85,15 @@ def test_a_hot_adapter_is_copied_where_waiting_is_shortest_and_the_copy_left_whe
     holder, *others = (engine(url) for url in URLS)
     holder.resident = frozenset(["d"])
     # Light load: every request goes to the engine that holds the adapter.
-    holder.requests.in_flight = 3
+    holder.requests.sequences = 3
     assert chosen([holder, *others], "d") == holder.url
     # The queue there takes longer than a load elsewhere.
-    holder.requests.in_flight = SLOTS + 4
-    others[0].requests.in_flight = others[1].requests.in_flight = 2
+    holder.requests.sequences = SLOTS + 4
+    others[0].requests.sequences = others[1].requests.sequences = 2
     assert chosen([holder, *others], "d") == others[2].url
     # Both engines hold it under light load: one of them gets all requests.
     others[2].resident = frozenset(["d"])
-    holder.requests.in_flight = 0
+    holder.requests.sequences = 0
     assert len({chosen([holder, *others], "d") for _ in range(3)}) == 1
 
 
@@ -118,7 +118,7 @@ def test_an_activated_lora_follows_the_base_models_blocks_though_another_engine_
         assert chosen(engines, "d", cached=cached, reuses_base=True) == cached.url
         assert chosen(engines, "d", cached=cached) == URLS[0]
     # The blocks are not worth a wait.
-    engines[1].requests.in_flight = 2 * SLOTS
+    engines[1].requests.sequences = 2 * SLOTS
     assert chosen(engines, "d", cached=engines[1], reuses_base=True) == URLS[0]
 
 
@@ -218,13 +218,13 @@ def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue(
         each.request_seconds = 1.0
     by_url = {e.url: e for e in engines}
     by_url[homes[0]].observe_resident(["d"])
-    by_url[homes[0]].requests.in_flight = SLOTS // 2
+    by_url[homes[0]].requests.sequences = SLOTS // 2
     assert chosen(engines, "d", rate=rate) == homes[1]
     assert chosen(engines, "d", rate=0.1 * rate) == homes[0]
     # An engine that is no home loads only if the homes have queues.
     for url in homes[:3]:
         by_url[url].observe_resident(["d"])
-        by_url[url].requests.in_flight = SLOTS // 2
+        by_url[url].requests.sequences = SLOTS // 2
     assert chosen(engines, "d", rate=rate) in homes[:3]
 
 
@@ -243,7 +243,7 @@ def test_an_engine_gets_no_more_hot_adapters_than_fit_on_its_device():
             assert homes_of("x", engines, rate), "the adapters there keep their homes"
             # Its room is no reason to leave it if the others have queues.
             for other in engines:
-                other.requests.in_flight = SLOTS if other is first else 4 * SLOTS
+                other.requests.sequences = SLOTS if other is first else 4 * SLOTS
             assert chosen(engines, "d") == homes[0]
     # Without adapters, each takes a page; without pages, the room is unknown.
     first.observe_state(pages(8, 8, ""), 0)

@@ -95,7 +95,7 @@ def test_the_order_is_that_of_the_slow_twin(steps: list[Any]):
                 twin.pass_time(seconds)
             case "admit", allowed:
                 first = twin.first(allowed)
-                assert waiting.first(allowed.__contains__) is first
+                assert waiting.first(lambda waiter, allowed=allowed: waiter.tenant_id in allowed) is first
                 if first is not None:
                     twin.remove(first, True)
                     waiting.remove(first, admitted=True)
