@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.execution.runner import StepRunner, tokens_by_request
+from engine.scheduling.draft_acceptance import ADAPTER_WEIGHT, DraftAcceptance
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.plan import Plan
 from engine.scheduling.proposer import Proposal, Reason, SharedRates
-from engine.scheduling.rates import ADAPTER_WEIGHT, Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
 
 # Work that a step may spend on requests that are far behind, in tokens of the base model.
@@ -43,7 +43,7 @@ class _Follower:
     """A request's state in the draft model. drafts: the last proposal, after the first `start` tokens."""
 
     twin: Request
-    rates: Rates
+    rates: DraftAcceptance
     start: int = 0
     drafts: list[int] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class DraftModel:
     def _is_behind(self, num_missing: int) -> bool:
         return num_missing > self._sizes.most_drafts + USUAL_GAP
 
-    def _follow(self, request: Request, follower: _Follower, shared: Rates) -> None:
+    def _follow(self, request: Request, follower: _Follower, shared: DraftAcceptance) -> None:
         """Compare the last drafts with the request's tokens, and replace the twin's tokens by these."""
         twin, num_equal = follower.twin, follower.start
         for draft, token in zip(follower.drafts, request.token_ids[follower.start :], strict=False):
@@ -151,7 +151,7 @@ class DraftModel:
         twin.token_ids += request.token_ids[request.num_prompt_tokens :]
         self.cache.start(twin, self.cache.find_prefix(twin))
         shared = self._rates.of(request)
-        return _Follower(twin, Rates(shared.fresh, shared.next), len(twin.token_ids))
+        return _Follower(twin, DraftAcceptance(shared.fresh, shared.next), len(twin.token_ids))
 
     def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, list[int]]:
         """Run a pass. Return the twins' next tokens, of those whose tokens are all computed."""

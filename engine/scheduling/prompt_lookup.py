@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.scheduling.rates import Rates
+from engine.scheduling.draft_acceptance import DraftAcceptance
 
 
 class PromptLookup:
@@ -19,7 +19,7 @@ class PromptLookup:
 
     __slots__ = ("_is_fresh", "_least", "_length", "_most", "_source", "_text", "rates")
 
-    def __init__(self, least: int, most: int, rates: Rates) -> None:
+    def __init__(self, least: int, most: int, rates: DraftAcceptance) -> None:
         """least, most: number of last tokens that must occur before, and that are compared."""
         self._least, self._most = least, most
         self._text = np.empty(0, np.int32)

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
+from engine.scheduling.draft_acceptance import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, DraftAcceptance
 from engine.scheduling.prompt_lookup import PromptLookup
-from engine.scheduling.rates import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, Rates
 from engine.scheduling.request import Request
 from wire.bounded_dict import BoundedDict
 
@@ -58,11 +58,11 @@ class SharedRates:
     """
 
     def __init__(self) -> None:
-        self._rates = BoundedDict[tuple[str, str], Rates](KEPT_RATES)
+        self._rates = BoundedDict[tuple[str, str], DraftAcceptance](KEPT_RATES)
 
-    def of(self, request: Request) -> Rates:
+    def of(self, request: Request) -> DraftAcceptance:
         key = request.tenant_id, request.adapter_digest or ""
-        rates = self._rates.get(key) or Rates(FIRST_FRESH, FIRST_NEXT)
+        rates = self._rates.get(key) or DraftAcceptance(FIRST_FRESH, FIRST_NEXT)
         self._rates.put(key, rates)
         return rates
 
@@ -80,7 +80,7 @@ class PromptLookups:
     def chances(self, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
         shared = self._rates.of(request)
         if request.lookup is None:
-            request.lookup = PromptLookup(self._least, self._most, Rates(shared.fresh, shared.next))
+            request.lookup = PromptLookup(self._least, self._most, DraftAcceptance(shared.fresh, shared.next))
         for is_true, is_fresh in request.lookup.follow(request.token_ids):
             shared.observe(is_true, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
         return request.lookup.chances(most) if most > 0 and request.lookup.find() else []

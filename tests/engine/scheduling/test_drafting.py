@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.cost import DRAFT, step_cost
+from engine.scheduling.draft_acceptance import DraftAcceptance
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.plan import StepLimits
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.proposer import PromptLookups
-from engine.scheduling.rates import Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import FIRST_CREDIT, STEPS_UNTIL_PLAIN, TRIALS, StepTimes
@@ -24,7 +24,7 @@ from wire.errors import ConfigError
 
 
 def lookup(least: int = 2, most: int = 4) -> PromptLookup:
-    return PromptLookup(least, most, Rates(0.5, 0.8))
+    return PromptLookup(least, most, DraftAcceptance(0.5, 0.8))
 
 
 def proposed(text: list[int], number: int = 3, **bounds: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Measured probabilities that drafts are accepted."""
+"""Measured acceptance of drafts."""
 
 # Weight of the newest prediction in a rate: a place that is copied is recognised within a few tokens.
 NEWEST = 0.15
@@ -7,8 +7,8 @@ FIRST_FRESH, FIRST_NEXT = 0.5, 0.8
 ADAPTER_WEIGHT = 0.02
 
 
-class Rates:
-    """Shares of predictions that came true, as moving averages: `fresh` for the first of several predictions, `next`
+class DraftAcceptance:
+    """Rates of predictions that came true, as moving averages: `fresh` for the first of several predictions, `next`
     for those after predictions that came true.
     """
 
