@@ -74,7 +74,7 @@ CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Endin
 UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.UNSERVED)
 
 
-class Weights(msgspec.Struct, frozen=True):
+class TokenRateWeights(msgspec.Struct, frozen=True):
     """Cost of a prompt token and of a generated token, in tokens of the token rates.
 
     A log-probability costs a fifth of a token: `completion = 1 + ceil(logprobs / 5)` and, if log-probabilities of the
@@ -123,7 +123,7 @@ class Charge(msgspec.Struct, frozen=True):
         return self.rate_tokens - self.billed.prompt - self.billed.completion
 
 
-def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None, weights: Weights) -> Charge:
+def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None, weights: TokenRateWeights) -> Charge:
     """Return the charge of a request by its ending.
 
     asked_prompt: the prompt's tokens as admitted. received: the counts of the answer as far as it was received, with
@@ -193,14 +193,14 @@ def ending_of(refusal: EngineRefused) -> Ending:
     return Ending.UNABLE if status is not None and 400 <= status < 500 else Ending.NOT_BEGUN
 
 
-def weights_of(request: SamplingRequest) -> Weights:
+def weights_of(request: SamplingRequest) -> TokenRateWeights:
     """Return the weights of the request's tokens in the token rates."""
     of_prompt, of_completion = request.num_prompt_logprobs, request.num_logprobs
     prompt = 1
     if of_prompt is not None:
         # Even without alternatives, the logits of every position are computed and the prefix cache is not used.
         prompt += (request.n or 1) * max(1, math.ceil(of_prompt / LOGPROBS_PER_TOKEN))
-    return Weights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
+    return TokenRateWeights(prompt, 1 + math.ceil((of_completion or 0) / LOGPROBS_PER_TOKEN))
 
 
 def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:

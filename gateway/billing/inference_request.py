@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.billing.charges import Weights
+from gateway.billing.charges import TokenRateWeights
 from gateway.fleet.own_requests import NamedBody
 
 
@@ -25,7 +25,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     choices: int
     max_tokens_field: str
-    weights: Weights = Weights()
+    weights: TokenRateWeights = TokenRateWeights()
     has_default_length: bool = False
 
     def limited(self, max_tokens: int) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing.charges import Weights
+from gateway.billing.charges import TokenRateWeights
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
 
 
-class LeaseWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
-    """Weights in the token rates, with the newer fields of a lease's data.
+class LeaseWeights(TokenRateWeights, frozen=True, kw_only=True, omit_defaults=True):
+    """Weights in the token rates, with the newer fields of a lease's note.
 
     version: the adapter's version. parts: name and version of each part of a mixture. end_user, base: as in the usage
     row.
@@ -32,7 +32,7 @@ def lease_data(
     endpoint: str,
     model: Model,
     price: Price,
-    weights: Weights,
+    weights: TokenRateWeights,
     end_user: str | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.billing.charges import CUT, Ending, Used, Weights, charge, check_answer_size, weights_of
+from gateway.billing.charges import CUT, Ending, TokenRateWeights, Used, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.records.money.prices import Price
 from testing.gateway.running import CONTEXT, HI, Gateway, running, settings, until
@@ -54,7 +54,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
     ],
 )
 def test_who_pays(ending: Ending, reported: Used | None, requests: int, tokens: int, billed: Used):
-    charged = charge(ending, 9, HEARD, reported, Weights())
+    charged = charge(ending, 9, HEARD, reported, TokenRateWeights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
     assert charged.is_recorded == (ending is not Ending.UNSERVED or reported is not None)
     # Money is charged only for an answer that a client could receive.
@@ -158,22 +158,22 @@ def test_every_ending_is_in_the_table():
 @pytest.mark.parametrize(
     ("request_", "weights"),
     [
-        (completion(), Weights(1, 1)),
-        (completion(logprobs=0), Weights(1, 1)),
-        (completion(logprobs=20), Weights(1, 5)),
-        (completion(logprobs=1, echo=True), Weights(2, 2)),
-        (completion(prompt_logprobs=0), Weights(2, 1)),
-        (completion(prompt_logprobs=20, n=3), Weights(13, 1)),
-        (chat(logprobs=True, top_logprobs=20), Weights(1, 5)),
+        (completion(), TokenRateWeights(1, 1)),
+        (completion(logprobs=0), TokenRateWeights(1, 1)),
+        (completion(logprobs=20), TokenRateWeights(1, 5)),
+        (completion(logprobs=1, echo=True), TokenRateWeights(2, 2)),
+        (completion(prompt_logprobs=0), TokenRateWeights(2, 1)),
+        (completion(prompt_logprobs=20, n=3), TokenRateWeights(13, 1)),
+        (chat(logprobs=True, top_logprobs=20), TokenRateWeights(1, 5)),
     ],
 )
-def test_log_probabilities_cost_tokens(request_: Any, weights: Weights):
+def test_log_probabilities_cost_tokens(request_: Any, weights: TokenRateWeights):
     assert weights_of(request_) == weights
 
 
 def test_the_money_of_a_weighed_reservation_is_that_of_the_real_tokens():
     price = Price(input=200_001, cached=100_001, output=600_001)
-    weights = Weights(5, 3)
+    weights = TokenRateWeights(5, 3)
     weighed = weights.price(price).highest_cost(8000 * 5, 1000 * 3)
     assert 0 <= weighed - price.highest_cost(8000, 1000) <= 1
 
