@@ -7,8 +7,8 @@ from gateway.components import Records
 from gateway.fleet.fairness import Fairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.tenants.forms import TenantForms
-from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.keys import KeyPages
+from gateway.pages.tenants.overview_tab import OverviewTab
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
 from gateway.pages.widgets.examples import KeyExamples
@@ -22,12 +22,12 @@ def build_tenant_pages(
 ) -> list[Any]:
     """Return the objects of these pages."""
     currency = settings.currency
-    glance = Glance(fairness, activity, records.request_log, records.adapter_list, currency)
+    overview_tab = OverviewTab(fairness, activity, records.request_log, records.adapter_list, currency)
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     examples = KeyExamples(records.catalog, records.bases, port=settings.port, admin_port=settings.admin_port)
     return [
         TenantPages(frame, records),
         TenantForms(frame, records, currency),
-        TenantPage(frame, records, quota, currency, glance),
+        TenantPage(frame, records, quota, currency, overview_tab),
         KeyPages(frame, records, manager, examples),
     ]

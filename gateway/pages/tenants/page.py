@@ -14,7 +14,7 @@ from gateway.limits.kinds import REQUEST_KINDS
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
 from gateway.pages.tenants.forms import LIST
-from gateway.pages.tenants.glance import Glance
+from gateway.pages.tenants.overview_tab import OverviewTab
 from gateway.pages.tenants.tenants import DONE, USE_HINT
 from gateway.pages.widgets.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
 from gateway.pages.widgets.audit_rows import audit_csv, audit_row, audit_table
@@ -59,12 +59,12 @@ LIMIT_CSV_COLUMNS = (
 class TenantPage:
     """Page of one tenant. currency: the currency of its budgets."""
 
-    def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str, glance: Glance) -> None:
+    def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str, overview_tab: OverviewTab) -> None:
         self._frame = frame
         self._records = records
         self._quota = quota
         self._currency = currency
-        self._glance = glance
+        self._overview_tab = overview_tab
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         tenant = await self._records.tenants.get(request.match_info["tenant"])
@@ -83,7 +83,7 @@ class TenantPage:
             month=month,
             tightest=tightest_budget(tenant, month),
             period_words=PERIOD_WORDS,
-            fairness=self._glance.fairness.of(tenant.id),
+            fairness=self._overview_tab.fairness.of(tenant.id),
             use_hint=USE_HINT,
             tab=tab,
             tabs=_tabs(request, tenant, tab),
@@ -99,7 +99,7 @@ class TenantPage:
             columns = (*USAGE_COLUMNS[:-1], Column("cost", "Cost", value=lambda row: exact_money(row.cost)))
             return csv_response(f"usage-{tenant.name}", columns, page.groups)
         seen = {"table": fill(table, page.groups), "links": Links(request), "outcome": outcome, "tones": TONES}
-        return seen | await self._glance.read(tenant)
+        return seen | await self._overview_tab.read(tenant)
 
     async def _limits(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
         left: dict[str, Left] = {}

@@ -22,7 +22,7 @@ ROWS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class OverviewTab:
     """Reader of the tab. currency: the costs' currency."""
 
     fairness: Fairness
