@@ -12,8 +12,8 @@ from gateway.api.requests.fields import json_response
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.quota.limits import Limit, limits_of
-from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
+from gateway.quota.remaining_limits import Left
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import exact_money
 

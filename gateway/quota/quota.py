@@ -25,9 +25,9 @@ from gateway.quota.lease_notes import read_notes
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
-from gateway.quota.peek import Left, peek
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
+from gateway.quota.remaining_limits import Left, read_remaining
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
@@ -144,7 +144,7 @@ class Quota:
 
     async def peek(self, principal: TenantPrincipal) -> list[Left]:
         """Return what remains of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
-        return await peek(self._store.script, self._backfill, principal.tenant.id, limits_of(principal, ""))
+        return await read_remaining(self._store.script, self._backfill, principal.tenant.id, limits_of(principal, ""))
 
     @asynccontextmanager
     async def upload(

@@ -25,8 +25,8 @@ from gateway.pages.widgets.limit_rows import SOFT_KINDS, LimitRow, soft_row, use
 from gateway.pages.widgets.links import Links
 from gateway.pages.widgets.states import TONES, outcome
 from gateway.pages.widgets.tables import ROWS, Column, Table, csv_response, fill, read_table
-from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
+from gateway.quota.remaining_limits import Left
 from gateway.records.tenants.list import tightest_budget
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.tenants.terms import NO_TERMS, own_terms, sources

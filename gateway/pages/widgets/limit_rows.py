@@ -8,7 +8,7 @@ from markupsafe import Markup
 from gateway.limits.kinds import ALERT_KINDS
 from gateway.pages.frame.filters import money, number
 from gateway.pages.widgets.forms import MONEY, term_text
-from gateway.quota.peek import Left
+from gateway.quota.remaining_limits import Left
 from gateway.records.tenants.list import TenantMonth
 from gateway.records.tenants.tenants import Tenant
 

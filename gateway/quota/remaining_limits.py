@@ -26,7 +26,7 @@ class Left(msgspec.Struct, frozen=True, gc=False):
         return self.limit.value - self.remaining
 
 
-async def peek(
+async def read_remaining(
     script: Callable[..., Awaitable[Any]], backfill: UsageBackfill, tenant_id: str, limits: Sequence[Limit]
 ) -> list[Left]:
     """Return the remaining amount of each limit, without a change.
