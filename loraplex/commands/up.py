@@ -32,9 +32,9 @@ def up(**flags: Any) -> None:
     from loraplex.client import GatewayError
     from loraplex.models import ModelError, ensure_demo_model, ensure_gguf_folder, ensure_model
     from loraplex.up.datadir import DataDir, DataDirError
+    from loraplex.up.device_assignment import PinError, choose_pins
     from loraplex.up.display import Display
     from loraplex.up.local import check_redis, run
-    from loraplex.up.pins import PinError, choose_pins
     from loraplex.up.ports import UpError, check_port
     from loraplex.up.processes import ChildError
     from loraplex.up.vllm import find_program

@@ -25,8 +25,8 @@ from redis.retry import Retry
 from loraplex.up import vllm
 from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
+from loraplex.up.device_assignment import Pin
 from loraplex.up.display import Display
-from loraplex.up.pins import Pin
 from loraplex.up.ports import UpError, free_ports, is_free
 from loraplex.up.processes import Child, ChildError, ProcessGroup
 from loraplex.up.sleeping import Engine, SleepingBase, Supervisor

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from loraplex.up.config import LOOPBACK, UpConfig
-from loraplex.up.pins import flag_value
+from loraplex.up.device_assignment import flag_value
 from wire.errors import ConfigError
 
 # Variable with the key, for vLLM and for the gateway.

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from loraplex.up import pins, ports
+from loraplex.up import device_assignment, ports
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
@@ -164,13 +164,13 @@ def test_the_gateways_environment_holds_the_secrets_and_the_choice_of_database(t
 )
 async def test_each_engine_sees_only_its_own_gpu(visible, expected, tmp_path, monkeypatch):
     """The machine has four GPUs; the parent's CUDA_VISIBLE_DEVICES, if it has one, is a choice of them."""
-    monkeypatch.setattr(pins.metadata, "version", lambda _: "2.9.0")
-    monkeypatch.setattr(pins, "_installed_gpus", lambda: ["GPU-a", "GPU-b", "GPU-c", "GPU-d"])
+    monkeypatch.setattr(device_assignment.metadata, "version", lambda _: "2.9.0")
+    monkeypatch.setattr(device_assignment, "_installed_gpus", lambda: ["GPU-a", "GPU-b", "GPU-c", "GPU-d"])
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    service = LocalService(config(engines=2), DataDir.open(tmp_path), Display(), pins.choose_pins(2, ""))
+    service = LocalService(config(engines=2), DataDir.open(tmp_path), Display(), device_assignment.choose_pins(2, ""))
     started = {}
 
     async def start(name, argv, env, cpus=()):

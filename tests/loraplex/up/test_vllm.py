@@ -12,9 +12,9 @@ from loraplex.cli import main
 from loraplex.up import vllm
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
+from loraplex.up.device_assignment import Pin
 from loraplex.up.display import Display
 from loraplex.up.local import LocalService
-from loraplex.up.pins import Pin
 from testing.ports import free_port
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.up import pins
-from loraplex.up.pins import Pin, PinError, choose_pins, divide, flag_value, usable_gpus
+from loraplex.up import device_assignment
+from loraplex.up.device_assignment import Pin, PinError, choose_pins, divide, flag_value, usable_gpus
 
 # Output of `nvidia-smi -L`; the second GPU is divided.
 LISTING = """\
@@ -51,7 +51,7 @@ def test_engines_on_the_cpu_divide_its_cores(engine_args: str, monkeypatch: pyte
 
 def test_a_quota_is_divided_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(pins, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(device_assignment, "usable_cpus", lambda: 4)
     assert [(len(pin.cpus), threads(pin)) for pin in choose_pins(2, "")] == [(8, "2")] * 2
 
 
@@ -61,7 +61,7 @@ def test_one_engine_has_the_whole_machine():
 
 def test_threads_of_a_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """CPU 2 is the second thread of CPU 0's core, as Linux numbers them; engines beyond the CPUs share one each."""
-    monkeypatch.setattr(pins, "_SYSTEM_CPUS", tmp_path)
+    monkeypatch.setattr(device_assignment, "_SYSTEM_CPUS", tmp_path)
     for cpu, core in enumerate((0, 1, 0, 1)):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_gpus_are_those_that_torch_would_use(
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(pins.metadata, "version", lambda _: version)
+    monkeypatch.setattr(device_assignment.metadata, "version", lambda _: version)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

@@ -1,5 +1,5 @@
-"""Pins of several engines on one machine: a GPU for each, or on the CPU a share of the cores; and an equal part of the
-host's memory.
+"""Devices of several engines on one machine: a GPU for each, or on the CPU a share of the cores; and an equal part of
+the host's memory.
 
 Unpinned engines would all take the first GPU, or as many threads each as there are cores, and memory as if each were
 alone.
@@ -29,8 +29,11 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """Place of an engine. label: its name in messages. cpus: those that it may use; empty: all. flags: flags of its
-    command.
+    """Device to which an engine is pinned.
+
+    label: its name in messages.
+    cpus: those that it may use; empty: all.
+    flags: flags of the engine's command.
     """
 
     label: str = ""
