@@ -5,7 +5,7 @@ from typing import Any
 
 from gateway.alerts.build import Alerts
 from gateway.api.admin.settings import AdminSettings
-from gateway.api.condition import Conditions
+from gateway.api.deployment_status import StatusReader
 from gateway.api.shown_settings import shown_settings
 from gateway.api.webhook_manager import WebhookManager
 from gateway.components import Billing, Records
@@ -25,10 +25,10 @@ def build_setting_pages(
 ) -> list[Any]:
     """Return the objects of the pages, and that of the JSON route of settings."""
     settings, database = resources.settings, resources.database
-    conditions = Conditions(settings, database, billing.quota.ping)
+    status_reader = StatusReader(settings, database, billing.quota.ping)
     shown = shown_settings(settings)
     return [
-        AdminSettings(shown=shown, conditions=conditions),
+        AdminSettings(shown=shown, status_reader=status_reader),
         AlertPages(
             frame=frame,
             manager=manager,
@@ -41,7 +41,7 @@ def build_setting_pages(
         SettingPages(
             frame=frame,
             shown=shown,
-            conditions=conditions,
+            status_reader=status_reader,
             keys=records.key_lists,
             sessions=records.sessions,
             session_lists=SessionLists(database, timedelta(seconds=settings.session_idle_seconds)),

@@ -1,4 +1,4 @@
-"""Page of settings: condition of the gateway, effective settings, migrations, admin keys, and sessions of browsers."""
+"""Page of settings: status of the gateway, effective settings, migrations, admin keys, and sessions of browsers."""
 
 from functools import partial
 from typing import Any, cast
@@ -6,7 +6,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from gateway.access.sessions import VISITOR, Sessions
-from gateway.api.condition import Conditions
+from gateway.api.deployment_status import StatusReader
 from gateway.api.requests.fields import parse_text, read_number
 from gateway.api.scopes import ACTOR
 from gateway.api.shown_settings import ShownSetting
@@ -58,7 +58,7 @@ class SettingPages:
         *,
         frame: Frame,
         shown: list[ShownSetting],
-        conditions: Conditions,
+        status_reader: StatusReader,
         keys: KeyLists,
         sessions: Sessions,
         session_lists: SessionLists,
@@ -66,7 +66,7 @@ class SettingPages:
     ) -> None:
         self._frame = frame
         self._shown = shown
-        self._conditions = conditions
+        self._status_reader = status_reader
         self._keys = keys
         self._sessions = sessions
         self._session_lists = session_lists
@@ -109,7 +109,7 @@ class SettingPages:
         )
 
     async def _state(self, _: web.Request) -> dict[str, Any]:
-        return {"condition": await self._conditions.read()}
+        return {"deployment": await self._status_reader.read()}
 
     async def _settings(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         words = (parse_text(request.query, "q") or "").lower()
@@ -121,15 +121,15 @@ class SettingPages:
         return {"table": fill(table, found)}
 
     async def _migrations(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
-        condition = await self._conditions.read()
+        status = await self._status_reader.read()
         # They are applied in the order of their revisions, which are numbers.
-        rows = [(each, condition.revision is not None and each.revision <= condition.revision)
-                for each in condition.migrations]  # fmt: skip
+        rows = [(each, status.revision is not None and each.revision <= status.revision)
+                for each in status.migrations]  # fmt: skip
         columns = (MIGRATION_COLUMNS[0]._replace(value=lambda row: row[0].revision),
                    MIGRATION_COLUMNS[1]._replace(value=lambda row: row[0].title), MIGRATION_COLUMNS[2])  # fmt: skip
         if request.query.get("format") == "csv":
             return csv_response("migrations", columns, rows)
-        return {"table": fill(read_table(request, "migrations", columns, "-revision"), rows), "condition": condition}
+        return {"table": fill(read_table(request, "migrations", columns, "-revision"), rows), "deployment": status}
 
     async def _admin_keys(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")

@@ -12,7 +12,7 @@ import pytest
 
 from adapters.open_store import open_store
 from adapters.spool import PREFIX
-from gateway.api import condition
+from gateway.api import deployment_status
 from gateway.errors import Unavailable
 from gateway.records import housekeeping
 from gateway.records.adapters.catalog import Catalog
@@ -68,7 +68,7 @@ async def test_operators_see_what_waits_for_a_collection(
     gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Content that another tenant's version has is not among it, nor is content that a collection has removed."""
-    monkeypatch.setattr(condition, "STORE_SECONDS", 0.0)
+    monkeypatch.setattr(deployment_status, "STORE_SECONDS", 0.0)
 
     async def removed() -> tuple[int, int, str]:
         found = (await gateway.admin.get("/admin/api/settings")).json["removed"]

@@ -1,4 +1,4 @@
-"""Condition of a deployment: versions, migrations, delays of the database and Redis now, and stored bytes."""
+"""Status of a deployment: versions, migrations, delays of the database and Redis now, and stored bytes."""
 
 import asyncio
 import os
@@ -56,8 +56,8 @@ class Removed(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """Condition of the gateway process that answers. stored, removed, revision: None while the database is away.
+class DeploymentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of the gateway process that answers. stored, removed, revision: None while the database is away.
 
     journal_bytes: bytes of the journals of all processes on this host that use this database. disks: free and all bytes
     by folder. retention: seconds for which records are kept, by their kind; None: for ever.
@@ -79,8 +79,8 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     retention: dict[str, float | None]
 
 
-class Conditions:
-    """Reader of the condition. ping_redis: raises a GatewayError if Redis does not answer."""
+class StatusReader:
+    """Reads the status. ping_redis: raises a GatewayError if Redis does not answer."""
 
     def __init__(self, settings: Settings, database: Database, ping_redis: Callable[[], Awaitable[None]]) -> None:
         self._settings = settings
@@ -90,8 +90,8 @@ class Conditions:
         self._stored = Kept(database, _read_stored)
         self._removed = Kept(database, _read_removed)
 
-    async def read(self) -> Condition:
-        """Return the condition. It waits at most PROBE_SECONDS for each part."""
+    async def read(self) -> DeploymentStatus:
+        """Return the status. It waits at most PROBE_SECONDS for each part."""
         settings = self._settings
         database, redis = await asyncio.gather(_latency(self._database.ping), _latency(self._ping_redis))
         revision = stored = removed = num_bytes = None
@@ -104,7 +104,7 @@ class Conditions:
             )
         known = await asyncio.to_thread(migrations)
         folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
-        return Condition(
+        return DeploymentStatus(
             version=version("loraplex"),
             started_at=self._started_at,
             process=os.getpid(),
