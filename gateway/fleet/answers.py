@@ -13,7 +13,7 @@ from msgspec import Raw
 from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
-from gateway.fleet.large_objects import PIECE_BYTES, BeforePiece, LargeObject, read_object, yield_once
+from gateway.fleet.json_field_scanner import PIECE_BYTES, BeforePiece, LargeObject, read_object, yield_once
 from gateway.fleet.traits import Traits
 from wire.error_codes import ADAPTER_FILES_UNREADABLE, ENGINE_OVERLOADED, ENGINE_UNAVAILABLE, GENERATION_FAILED
 from wire.http_errors import HTTP_ERRORS

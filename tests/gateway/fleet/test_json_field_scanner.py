@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from gateway.errors import UpstreamFailed
-from gateway.fleet import large_objects
+from gateway.fleet import json_field_scanner
 from gateway.fleet.answers import LARGE_BYTES, Choice, decode_choices, decode_fields, read_fields
-from gateway.fleet.large_objects import PIECE_BYTES, read_object
+from gateway.fleet.json_field_scanner import PIECE_BYTES, read_object
 
 TEXTS = ['"', "\\", '\\"', "{[", "]}", "a\\\\", '"},"usage":{"completion_tokens":0},"x":{"', "é", ":,", " ", "\n", ""]
 
@@ -39,9 +39,9 @@ def answer_of(rng: random.Random, choices: int, tokens: int) -> dict[str, Any]:
 async def test_fields_and_choices_are_the_decoded_ones(seed: int, monkeypatch: pytest.MonkeyPatch):
     """Pieces begin and end at every kind of place: they have a random size."""
     rng = random.Random(seed)
-    monkeypatch.setattr(large_objects, "PIECE_BYTES", rng.randrange(3, 300))
-    monkeypatch.setattr(large_objects, "PART_BYTES", rng.randrange(2, 60))
-    monkeypatch.setattr(large_objects, "MAX_PASSES", rng.randrange(1, 5))
+    monkeypatch.setattr(json_field_scanner, "PIECE_BYTES", rng.randrange(3, 300))
+    monkeypatch.setattr(json_field_scanner, "PART_BYTES", rng.randrange(2, 60))
+    monkeypatch.setattr(json_field_scanner, "MAX_PASSES", rng.randrange(1, 5))
     answer = answer_of(rng, choices=rng.randrange(4), tokens=rng.randrange(30))
     raw = json.dumps(answer, indent=rng.choice([None, 2]), ensure_ascii=bool(seed % 2)).encode()
     found, decoded = await read_object(raw), decode_fields(raw, "answer")
@@ -52,7 +52,7 @@ async def test_fields_and_choices_are_the_decoded_ones(seed: int, monkeypatch: p
 async def test_what_is_no_object_is_an_error(monkeypatch: pytest.MonkeyPatch):
     good = b'{"id":"x","choices":[{"index":0,"text":"]"},{}],"usage":{"a":[1]}}'
     assert list(await read_object(b" " + good + b"\n")) == ["id", "choices", "usage"]
-    monkeypatch.setattr(large_objects, "PART_BYTES", 7)
+    monkeypatch.setattr(json_field_scanner, "PART_BYTES", 7)
     wrong = [
         *(good[:end] for end in range(len(good))),
         *(good[start:] for start in range(1, len(good))),
@@ -95,7 +95,7 @@ async def test_other_tasks_run_between_the_pieces(kind: str, monkeypatch: pytest
     raw = msgspec.json.encode({"id": "x", "choices": choices, "usage": {"prompt_tokens": 1}})
     assert len(raw) > size
     closely = iterations = 0
-    read_closely = large_objects._Scanner._read_closely
+    read_closely = json_field_scanner._Scanner._read_closely
 
     def counting(scanner: Any, part: bytes, start: int) -> None:
         nonlocal closely
@@ -108,7 +108,7 @@ async def test_other_tasks_run_between_the_pieces(kind: str, monkeypatch: pytest
             iterations += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(large_objects._Scanner, "_read_closely", counting)
+    monkeypatch.setattr(json_field_scanner._Scanner, "_read_closely", counting)
     counting_task = asyncio.create_task(count())
     found = await read_fields(raw, "answer")
     counting_task.cancel()
