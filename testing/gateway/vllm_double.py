@@ -46,6 +46,9 @@ class VllmDouble(ForeignDouble):
         self.has_connector = True
         self.hold_unloads = asyncio.Event()
         self.hold_unloads.set()
+        self.hold_loads = asyncio.Event()
+        self.hold_loads.set()
+        self.loading = self.most_loading = 0
 
     def _add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/version", self._version)
@@ -84,7 +87,13 @@ class VllmDouble(ForeignDouble):
                 f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True.",
             )
-        await asyncio.sleep(self.load_seconds)
+        self.loading += 1
+        self.most_loading = max(self.most_loading, self.loading)
+        try:
+            await self.hold_loads.wait()
+            await asyncio.sleep(self.load_seconds)
+        finally:
+            self.loading -= 1
         if not (Path(path) / "adapter_config.json").is_file():
             return error(404, "NotFoundError", f"Loading lora {name} failed: No adapter found for {path}")
         if self.fail_loads is not None:

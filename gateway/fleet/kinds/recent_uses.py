@@ -1,6 +1,7 @@
 """Times of the last use of a foreign server's adapters by any gateway process: a sorted set in Redis for each server.
 
-The order decides which adapter is unloaded when a server is full. Without Redis a process orders by its own uses only.
+They decide which adapter is unloaded when a server is full. Without Redis a process knows its own uses only. A member
+of the set is a digest and a tenant's id.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 1.0
 # Uses older than this are forgotten.
 KEEP_SECONDS = 3600
-# KEYS: the set. ARGV: seconds to keep, then of each use: digest, seconds since the use. Scores are Redis' own clock.
+# KEYS: the set. ARGV: seconds to keep, then of each use: member, seconds since the use. Scores are Redis' own clock.
 SCRIPT = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1000000
@@ -39,43 +40,55 @@ class RecentUses:
         self._script = redis.register_script(SCRIPT) if redis is not None else None
         self._timeout = timeout
         self._outage = Outage(log, "sharing the use of servers' adapters")
-        # By engine and digest: the last use here, on this host's clock, and the last use reported to Redis.
+        # By engine and member: the last use here, on this host's clock, and the last use reported to Redis.
         self._own: dict[str, dict[str, float]] = {}
         self._reported: dict[str, dict[str, float]] = {}
         self._reporting: dict[str, asyncio.Task[None]] = {}
 
-    def note(self, engine_url: str, digest: str) -> None:
-        """Record a use that begins now; Redis is updated in the background."""
+    def note(self, engine_url: str, digest: str, tenant_id: str = "") -> None:
+        """Record a tenant's use that begins now; Redis is updated in the background."""
+        self._note(engine_url, f"{digest}:{tenant_id}")
+
+    def note_again(self, engine_url: str, digest: str) -> None:
+        """Record that the last use of an adapter by this process goes on."""
+        own = self._own.get(engine_url, {})
+        members = [member for member in own if member.startswith(f"{digest}:")]
+        self._note(engine_url, max(members, key=own.__getitem__, default=f"{digest}:"))
+
+    def _note(self, engine_url: str, member: str) -> None:
         now = time.time()
         own, reported = self._own.setdefault(engine_url, {}), self._reported.setdefault(engine_url, {})
-        own[digest] = now
-        if self._script is None or now - reported.get(digest, 0.0) < REPORT_SECONDS or engine_url in self._reporting:
+        own[member] = now
+        if self._script is None or now - reported.get(member, 0.0) < REPORT_SECONDS or engine_url in self._reporting:
             return
         task = self._reporting[engine_url] = asyncio.create_task(self._report(engine_url))
         task.add_done_callback(lambda _: self._reporting.pop(engine_url, None))
 
-    async def all(self, engine_url: str) -> Mapping[str, float]:
-        """Return the time of each digest's last use, by all processes if Redis answers."""
-        shared = await self._call(engine_url)
+    async def all(self, engine_url: str) -> Mapping[str, Mapping[str, float]]:
+        """Return the times of the last uses by digest and tenant, by all processes if Redis answers."""
         # Redis has received all uses of this process, and its clock is the same for all processes.
-        return shared or self._own.get(engine_url, {})
+        found: dict[str, dict[str, float]] = {}
+        for member, at in (await self._call(engine_url) or self._own.get(engine_url, {})).items():
+            digest, _, tenant_id = member.partition(":")
+            found.setdefault(digest, {})[tenant_id] = at
+        return found
 
     async def _report(self, engine_url: str) -> None:
         """Report all new uses, because another process evicts adapters without a known use first."""
         own, reported = self._own[engine_url], self._reported[engine_url]
         while await self._call(engine_url):
-            if not any(at - reported.get(digest, 0.0) >= REPORT_SECONDS for digest, at in own.items()):
+            if not any(at - reported.get(member, 0.0) >= REPORT_SECONDS for member, at in own.items()):
                 return
 
     async def _call(self, engine_url: str) -> dict[str, float]:
         """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
         now = time.time()
         own, reported = self._own.get(engine_url, {}), self._reported.get(engine_url, {})
-        for digest in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
-            own.pop(digest)
-            reported.pop(digest, None)
+        for member in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
+            own.pop(member)
+            reported.pop(member, None)
         # A use is sent as an age, because it may be reported long after it began.
-        news = {digest: now - at for digest, at in own.items() if at > reported.get(digest, 0.0)}
+        news = {member: now - at for member, at in own.items() if at > reported.get(member, 0.0)}
         if self._script is None:
             return {}
         key = f"loraplex:adapter-uses:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
@@ -90,4 +103,4 @@ class RecentUses:
         self._outage.over()
         reported.update(dict.fromkeys(news, now))
         pairs = [item.decode() if isinstance(item, bytes) else item for item in found]
-        return {digest: float(at) for digest, at in zip(pairs[::2], pairs[1::2], strict=True)}
+        return {member: float(at) for member, at in zip(pairs[::2], pairs[1::2], strict=True)}

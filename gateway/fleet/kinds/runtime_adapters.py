@@ -1,4 +1,4 @@
-"""Adapters of servers with a runtime API: loaded by name, and unloaded when least recently used.
+"""Adapters of servers with a runtime API: loaded by name, and unloaded when the server is full (`unloading.py`).
 
 A name contains the digest, so it stands for the same bytes whichever gateway loaded it. Another gateway may unload an
 adapter at any time: the request then fails before any work, and is sent again after a load. A server with our plugin
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import msgspec
 from aiohttp import ClientTimeout
@@ -23,6 +23,7 @@ from adapters.verified_files import VerifiedFiles
 from gateway.errors import UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import FilesMissing, Services, read_detail
+from gateway.fleet.kinds.unloading import victims
 from wire.digests import digest_name
 from wire.errors import BadRequest
 from wire.http_errors import HTTP_ERRORS
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 # Threads that read adapters' files, or download them from a bucket. The loads of one tenant leave one to others. The
 # default pool's threads are for uploads.
 FILE_THREADS = 4
+# Loads of one tenant that a server gets at once. A load stops the server's batch, and loads wait for each other there.
+TENANT_LOADS = 2
 LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
@@ -78,7 +81,7 @@ class RuntimeAdapters:
         TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
-        self._uses.note(engine.url, digest)
+        self._uses.note(engine.url, digest, tenant_id)
         while (unload := moving.unloads.get(digest)) is not None:
             # The load must not overtake the unload in flight.
             await unload.wait()
@@ -90,7 +93,7 @@ class RuntimeAdapters:
             load = moving.loads.get(digest)
             if load is None:
                 load = moving.loads[digest] = Load()
-                load.task = asyncio.create_task(self._load(engine, digest, load, tenant_id))
+                load.task = asyncio.create_task(self._load_in_turn(engine, digest, load, tenant_id, moving))
                 load.task.add_done_callback(lambda done: moving.ended(digest, done))
             await load.wait(on_sent)
         await self._make_room(engine, moving)
@@ -103,7 +106,15 @@ class RuntimeAdapters:
         """
         for digest in engine.requests.by_digest:
             if digest is not None:
-                self._uses.note(engine.url, digest)
+                self._uses.note_again(engine.url, digest)
+
+    async def _load_in_turn(
+        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, moving: "_Moving"
+    ) -> None:
+        """Load an adapter beside at most TENANT_LOADS - 1 others of the tenant on the server."""
+        async with moving.turn(tenant_id):
+            if load.waiting:
+                await self._load(engine, digest, load, tenant_id)
 
     async def _load(self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str) -> None:
         with ExitStack() as stack:
@@ -152,11 +163,11 @@ class RuntimeAdapters:
         return moving.unloading
 
     async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
-        """Unload the least recently used adapters beyond the server's limit, whichever gateway loaded or used them."""
+        """Unload adapters beyond the server's limit, whichever gateway loaded or used them."""
         try:
-            used_at = await self._uses.all(engine.url)
+            uses = await self._uses.all(engine.url)
             surplus = max(0, len(engine.resident) - engine.address.adapters)
-            for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
+            for digest in victims(self._idle(engine, moving), engine.resident, uses, surplus):
                 engine.resident -= {digest}
                 with moving.unload(digest):
                     try:
@@ -227,6 +238,15 @@ class _Moving:
         self.loads: dict[str, Load] = {}
         self.unloads: dict[str, asyncio.Event] = {}
         self.unloading: asyncio.Task[None] | None = None
+        # By tenant, while it has loads.
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def turn(self, tenant_id: str) -> asyncio.Semaphore:
+        """Return the semaphore of the tenant's loads."""
+        turn = self._turns.get(tenant_id)
+        if turn is None:
+            turn = self._turns[tenant_id] = asyncio.Semaphore(TENANT_LOADS)
+        return turn
 
     @contextmanager
     def unload(self, digest: str) -> Iterator[None]:
