@@ -179,6 +179,6 @@ class DraftModel:
         return twin.matcher is None or (twin.matcher.advance(token) and not twin.matcher.ended)
 
     def _drop_ended(self) -> None:
-        """Free the blocks of requests that do not run any more. Those of a preempted one keep their content."""
+        """Free the blocks of requests that no longer run. Those of a preempted one keep their content."""
         for request in [request for request in self._followers if request.status is not Status.RUNNING]:
             self.cache.free(self._followers.pop(request).twin)

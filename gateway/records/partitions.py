@@ -2,7 +2,7 @@
 
 A unique index of a partitioned table must contain the partition key. The key is therefore the request id itself, which
 stays the primary key: whatever is written twice has one id, so it meets its first row in the same partition, whatever
-the two moments are. Ids begin with their time (gateway/records/request_ids.py), so a range of ids is a month:
+its two times are. Ids begin with their time (gateway/records/request_ids.py), so a range of ids is a month:
 
 usage_first        rows from before the partitioning, ids from its month, and random ids, which gateways of the previous
                    release make

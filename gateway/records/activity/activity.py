@@ -84,7 +84,7 @@ class Activity:
         it. has_times: whether to read percentiles, whose histograms are four fifths of the columns.
 
         The totals and the groups are read at the same time, half of the work each, in two transactions that begin at
-        different moments. So requests that are recorded meanwhile may be in one of them only.
+        different times. Requests that are recorded meanwhile may be in one of them only.
         Raises BadRequest for a step that has too many points or no sums, and for a grouping without sums.
         """
         period = whole_period(since, until, step, self._minutes_kept, datetime.now(UTC))
