@@ -1,12 +1,13 @@
 """Creation, rotation and revocation of keys, with the rules for operators and for tenants' callers.
 
-A tenant's caller may create no key with more rights than its own: the scopes, models and lifetime are bounded by those
-of the key or session in use. Limits of a key need no bound, because the tenant's limits count as well.
+A tenant's caller may create no key with more rights than its own, and give none larger limits: the scopes, models,
+lifetime and limits are bounded by those of the key or session in use. Each key's usage counts for itself; only the
+tenant's limits bound all of its keys together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -16,10 +17,12 @@ from gateway.access.roles import ADMIN_SCOPES, DEFAULT_SCOPES, TENANT_SCOPES, Ad
 from gateway.api.admin.tenants import LimitFields, ModelName
 from gateway.api.requests.named_models import check_names
 from gateway.errors import BadRequest, Forbidden
+from gateway.limits.kinds import REQUEST_KINDS
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.keys.keys import KEY_ID, ApiKey, Keys, unknown_key
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant
+from wire.money import format_money
 
 Label = Annotated[str, Meta(max_length=100)]
 Moment = Annotated[datetime, Meta(tz=True)]
@@ -32,7 +35,7 @@ class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     scopes: by default all but `keys`; for a tenant's caller, limited to the caller's. allowed_models: for inference;
     null: all or, for a tenant's caller, the caller's. expires_at: null: never or, for a tenant's caller, when the
-    caller's key expires.
+    caller's key expires. An absent limit: none or, for a tenant's caller, the caller's.
     """
 
     label: Label = ""
@@ -88,12 +91,14 @@ class KeyManager:
         if scopes - TENANT_SCOPES or not scopes:
             raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
         check_future(new_key.expires_at)
-        models, expires_at = new_key.allowed_models, new_key.expires_at
+        models, expires_at, limits = new_key.allowed_models, new_key.expires_at, new_key.limits()
         if by is not None:
             expires_at = _not_after(by, expires_at)
             if models is None:
                 models = by.allowed_models
+            limits = new_key.limits(by.key_limits)
             _check_within(by, scopes, models)
+            _check_limits(by, msgspec.structs.asdict(limits))
         # A caller with allowed models has passed `_check_within`; an error here could reveal the tenant's other models.
         if not force and (by is None or by.allowed_models is None):
             await check_names(self._catalog, tenant, models or (), "allowed_models", saved_mixtures=True)
@@ -103,7 +108,7 @@ class KeyManager:
             new_key.label,
             expires_at=expires_at,
             allowed_models=models,
-            limits=new_key.limits(),
+            limits=limits,
             key_id=key_id,
         )
         await self._keys.add(key, actor, bounded=by is not None)
@@ -142,6 +147,7 @@ class KeyManager:
         expires_at = old.expires_at and now + (old.expires_at - old.created_at)
         if by is not None:
             _check_within(by, old.scopes, old.allowed_models)
+            _check_limits(by, msgspec.structs.asdict(old.limits))
             # A key that expires must not be able to extend its own life.
             expires_at = by.expires_at if expires_at is None else _earlier(expires_at, by.expires_at)
         new, clear = self._auth.issue(
@@ -170,11 +176,13 @@ class KeyManager:
     ) -> ApiKey:
         """Change a key's label and limits. seen: the key on which the changes are based.
 
-        Raises RecordNotFound, also for another tenant's key, BadRequest, Changed.
+        Raises RecordNotFound, also for another tenant's key, BadRequest, Changed and, for a tenant's caller, Forbidden.
         """
         changes = changed_fields.given()
         if not changes:
             raise BadRequest("Expected a label or a limit to change.")
+        if by is not None:
+            _check_limits(by, changes)
         key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id, seen=seen)
         await self._auth.catch_up()
         return key
@@ -197,6 +205,15 @@ def _check_within(by: TenantPrincipal, scopes: frozenset[str], models: Sequence[
             raise Forbidden("allowed_models: your key is limited to some models, this one is not.", param="id")
         for model in models:
             by.check_model(model)
+
+
+def _check_limits(by: TenantPrincipal, limits: Mapping[str, Any]) -> None:
+    """Raise Forbidden for a limit above the caller's own, or for null (no limit) where the caller has one."""
+    for kind in REQUEST_KINDS:
+        own, given = getattr(by.key_limits, kind.name), limits.get(kind.name, 0)
+        if own is not None and (given is None or given > own):
+            most = f"{format_money(own)} ({own} micro-units)" if kind.is_budget else str(own)
+            raise Forbidden(f"{kind.name}: your key can give at most its own limit, {most}.", param=kind.name)
 
 
 def _not_after(by: TenantPrincipal, expires_at: datetime | None) -> datetime | None:

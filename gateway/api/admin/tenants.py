@@ -17,6 +17,7 @@ from gateway.api.requests.named_models import check_models
 from gateway.api.scopes import ACTOR, ROLE
 from gateway.errors import BadRequest
 from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
+from gateway.quota.limits import NO_LIMITS
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.cooperative_rows import in_pieces
 from gateway.records.tenants.limits import Limits
@@ -58,9 +59,10 @@ class LimitFields(_RequestLimits, Struct, frozen=True, kw_only=True, forbid_unkn
         """Return the fields that the body contains."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
-    def limits(self) -> Limits:
-        """Return the body's Limits. An absent field is not limited."""
-        return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
+    def limits(self, absent: Limits = NO_LIMITS) -> Limits:
+        """Return the body's Limits. absent: the limits for absent fields."""
+        given = {name: value for name, value in self.given().items() if name in Limits.__struct_fields__}
+        return msgspec.structs.replace(absent, **given)
 
 
 _TenantLimits: Any = _limit_fields((*ADAPTER_KINDS, *ALERT_KINDS), LimitFields)

@@ -91,6 +91,44 @@ async def test_no_key_gives_more_than_it_has(gateway: Gateway):
     assert datetime.fromisoformat(itself["expires_at"]) == datetime.fromisoformat(soon)
 
 
+async def test_no_key_gives_limits_above_its_own(gateway: Gateway):
+    """A key could remove its own budget, and make keys without limits."""
+    wide = await tenant_admin(gateway, "acme")
+    budget = {"requests_per_minute": 10, "budget_per_month": 50_000_000}
+    narrow = await tenant_admin(gateway, "acme", **budget)
+    free = (await wide.post("/v1/keys")).json["id"]
+    for limits, field, own in (
+        ({"requests_per_minute": 11}, "requests_per_minute", "10"),
+        ({"requests_per_minute": None}, "requests_per_minute", "10"),
+        ({"budget_per_month": 50_000_001}, "budget_per_month", "50.00 (50000000 micro-units)"),
+        ({"budget_per_month": None, "requests_per_minute": 5}, "budget_per_month", "50.00 (50000000 micro-units)"),
+    ):
+        for got in (
+            await narrow.post("/v1/keys", limits),
+            await narrow.call("PATCH", f"/v1/keys/{key_id(narrow)}", json=limits),
+            await narrow.call("PATCH", f"/v1/keys/{free}", json=limits),
+        ):
+            assert (got.status, got.error["param"]) == (403, field), limits
+            assert got.error["message"] == f"{field}: your key can give at most its own limit, {own}."
+    # A rotation would show the secret of a key with larger limits.
+    assert (await narrow.post(f"/v1/keys/{free}/rotate")).error["param"] == "requests_per_minute"
+    # A new key has the own limits where it has no lower ones.
+    made = (await narrow.post("/v1/keys", {"requests_per_minute": 5, "max_concurrent": 2})).json
+    assert {name: made[name] for name in (*budget, "max_concurrent")} == {
+        "requests_per_minute": 5,
+        "budget_per_month": 50_000_000,
+        "max_concurrent": 2,
+    }
+    for id_ in (made["id"], key_id(narrow)):
+        changed = await narrow.call("PATCH", f"/v1/keys/{id_}", json={"label": "x", "requests_per_minute": 9})
+        assert (changed.status, changed.json["requests_per_minute"]) == (200, 9)
+        assert (await narrow.post(f"/v1/keys/{id_}/rotate")).status == 201
+    # A key without limits and an operator set any.
+    assert (await wide.call("PATCH", f"/v1/keys/{free}", json={"requests_per_minute": 1000})).status == 200
+    got = await gateway.admin.call("PATCH", f"/admin/api/keys/{made['id']}", json={"budget_per_month": None})
+    assert (got.status, got.json["budget_per_month"]) == (200, None)
+
+
 async def test_keys_of_others_are_not_there(gateway: Gateway):
     acme, globex = await tenant_admin(gateway, "acme"), await tenant_admin(gateway, "globex")
     operators = (await gateway.admin.post("/admin/api/keys")).json["id"]
