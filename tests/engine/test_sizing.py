@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ from testing import quantised_files as files
 from testing.stack import CACHE
 from testing.tiny import save_model
 
-# A single stream: the tests of the memory need no times of large steps.
+# A single stream: the fewest steps whose times are measured.
 LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32, streams=1)
 # The first test that needs the demo model may fetch and convert it; the end-to-end tests have as long.
 FETCH_SECONDS = 420
@@ -80,6 +81,12 @@ def eight_billion(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure no step: a test of the memory needs no times, which take 7 s of computing for each estimate."""
+    monkeypatch.setattr(MeasuredSteps, "seconds", lambda _, sizes: 0.01)
+
+
 def build(config: EngineConfig, request: pytest.FixtureRequest) -> Engine:
     host = HostCache(None, BaseShape.from_config_dir(config.model), 1 << 20, torch.bfloat16)
     request.addfinalizer(host.close)
@@ -94,7 +101,7 @@ def build(config: EngineConfig, request: pytest.FixtureRequest) -> Engine:
     [("tiny", "auto"), ("tiny", "int8"), ("tiny", "int4"), ("smollm", "auto"), ("smollm", "int8")],
 )
 def test_an_engine_on_the_cpu_has_exactly_the_estimated_memory(
-    model: str, quantization: str, request: pytest.FixtureRequest
+    model: str, quantization: str, request: pytest.FixtureRequest, unmeasured: None
 ) -> None:
     path = request.getfixturevalue(model)
     options: dict[str, Any] = {"quantization": quantization, "adapter_memory": 64 << 20, "kv_cache_memory": 64 << 20}
@@ -118,7 +125,8 @@ def estimated_and_built_tokens(model: str) -> tuple[int, int]:
         max_num_seqs=16,
         max_num_batched_tokens=128,
     )
-    found = estimate(config, None, LOAD).memory
+    with patch.object(MeasuredSteps, "seconds", return_value=0.01):  # in another process than the fixture `unmeasured`
+        found = estimate(config, None, LOAD).memory
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 20, torch.bfloat16)
     try:
         engine = Engine(config, host)
