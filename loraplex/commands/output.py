@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from loraplex.commands.values import limit_names
+from loraplex.printable import printable
 from wire.csv_cells import csv_lines
 from wire.money import exact_money
 
@@ -80,12 +81,7 @@ def _cell(column: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return _plain(",".join(map(str, value))) or "-"
+            return printable(",".join(map(str, value))) or "-"
         case str() if column.endswith("_at"):
             return moment(value)
-    return _plain(str(value))
-
-
-def _plain(text: str) -> str:
-    """Return a text, which may be a tenant's or a model's, with escapes for the characters that control a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable(str(value))
