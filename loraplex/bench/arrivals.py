@@ -6,18 +6,31 @@ Independent of HTTP. The `kind` of a scenario's `arrival` table selects the clas
 import math
 from collections.abc import Iterator
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-# A generator in one process sends about a thousand requests per second (docs/design/bench.md).
-Rate = Annotated[float, Meta(gt=0, le=10_000)]
-RateOrZero = Annotated[float, Meta(ge=0, le=10_000)]
-Seconds = Annotated[float, Meta(gt=0, le=604_800)]
+# Seconds of the longest run: a week.
+LONGEST = 604_800
+# Requests per second. A generator in one process sends about a thousand (docs/design/bench.md). A source of less than
+# the lowest rate has one request in the longest run.
+LOWEST_RATE, HIGHEST_RATE = 1e-6, 10_000
+Rate = Annotated[float, Meta(ge=LOWEST_RATE, le=HIGHEST_RATE)]
+RateOrZero = Annotated[float, Meta(ge=0, le=HIGHEST_RATE)]
+Seconds = Annotated[float, Meta(gt=0, le=LONGEST)]
+# Shorter on phases have no meaning, and times divided by them leave the range of a float.
+OnSeconds = Annotated[float, Meta(ge=0.001, le=LONGEST)]
+# Fields of arrival processes to which their numbers of requests per second are proportional.
+RATES = ("rate", "start_rate", "end_rate", "speed")
 
 
 class _Arrival(Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
     """Base of the arrival processes."""
+
+    def scaled(self, factor: float) -> Self:
+        """Return the process with its rates multiplied. A closed loop has none. The bounds are not checked."""
+        return replace(self, **{name: getattr(self, name) * factor for name in self.__struct_fields__ if name in RATES})
 
 
 class Closed(_Arrival, frozen=True, tag="closed"):
@@ -74,7 +87,7 @@ class OnOff(_Arrival, frozen=True, tag="onoff"):
     """
 
     rate: Rate
-    on: Seconds
+    on: OnSeconds
     off: Seconds
     first: Literal["on", "off"] = "on"
     within: Literal["even", "poisson"] = "even"
@@ -130,6 +143,9 @@ class Phases(_Arrival, frozen=True, tag="phases"):
     """Arrivals of one process after the other; none after the last phase (the VTC paper's distribution shift)."""
 
     phases: Annotated[list[Phase], Meta(min_length=1, max_length=1000)]
+
+    def scaled(self, factor: float) -> Self:
+        return replace(self, phases=[Phase(phase.seconds, phase.arrival.scaled(factor)) for phase in self.phases])
 
     def times(self, random: Random) -> Iterator[float]:
         before = 0.0

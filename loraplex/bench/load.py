@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Literal
 
-from loraplex.bench.arrivals import Arrival, Closed, Trace
+from loraplex.bench.arrivals import LONGEST, Arrival, Closed, Trace
 from loraplex.bench.sampling import Length, Popularity
 from loraplex.bench.trace import Row
 
@@ -200,15 +200,19 @@ class Load:
         return sorted(rows, key=lambda row: row.timestamp)
 
     def check_size(self, source: Source) -> None:
-        """Raise LoadError if a source's plan is empty or has more than a million requests."""
+        """Raise LoadError if a source's plan is empty, has more than a million requests or is longer than a week."""
         if not is_endless(source):
             # Only the times are needed, and they take a tenth of the whole plan's time.
-            times = self._replayed(source) if isinstance(source.arrival, Trace) else self._times(source)
+            is_trace = isinstance(source.arrival, Trace)
+            times = (request.at for request in self._replayed(source)) if is_trace else self._times(source)
             most = MAX_PLANNED + 1 if source.requests is None else min(source.requests, MAX_PLANNED + 1)
-            count = sum(1 for _ in itertools.islice(times, most))
-            if not 0 < count <= MAX_PLANNED:
-                much = "no request" if not count else f"more than {MAX_PLANNED} requests"
+            planned = list(itertools.islice(times, most))
+            if not 0 < len(planned) <= MAX_PLANNED:
+                much = "no request" if not planned else f"more than {MAX_PLANNED} requests"
                 raise LoadError(f"gives {much} until the end; expected 1 to {MAX_PLANNED}")
+            last = planned[-1]
+            if last is not None and last > LONGEST:
+                raise LoadError(f"has its last request in second {last:g}; expected at most {LONGEST}")
 
 
 def is_endless(source: Source) -> bool:

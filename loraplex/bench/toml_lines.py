@@ -76,20 +76,23 @@ class TomlLines:
                 words.append(word)
             keys = _keys("".join(word for word in words if word not in ("[", "]")))
             if token == "[":
-                table = self._table(keys, counts, is_array=words[1] == "[")
-                self._lines[table] = number
+                table = self._table(keys, counts, number, is_array=words[1] == "[")
             else:
                 self._index_value(self._add(table, keys, number), tokens)
 
-    def _table(self, keys: Path, counts: dict[Path, int], *, is_array: bool) -> Path:
-        """Return the path of a header: with the number of the newest element of each array of tables on the way."""
+    def _table(self, keys: Path, counts: dict[Path, int], number: int, *, is_array: bool) -> Path:
+        """Record the line of a header and return its path: with the number of the newest element of each array of
+        tables on the way. The header is also the line of the tables around it that have none of their own.
+        """
         path: Path = ()
         for depth, key in enumerate(keys):
             path = (*path, key)
+            self._lines.setdefault(path, number)
             if is_array and depth == len(keys) - 1:
                 counts[path] = counts.get(path, -1) + 1
             if path in counts:
                 path = (*path, counts[path])
+        self._lines[path] = number
         return path
 
     def _add(self, path: Path, keys: Path, number: int) -> Path:

@@ -1,16 +1,17 @@
 """Traces: CSV files with a line per request (`timestamp,tenant,adapter,input,output`), read and written.
 
-`timestamp` counts seconds from the start; input and output count tokens. The columns may have any order; `adapter` may
-be absent or empty.
+`timestamp` counts seconds from the trace's start; input and output count tokens. The columns may have any order;
+`adapter` may be absent or empty.
 """
 
 import csv
 import itertools
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from loraplex.bench.arrivals import LONGEST
 
 COLUMNS = ("timestamp", "tenant", "adapter", "input", "output")
 MAX_ROWS = 1_000_000
@@ -19,6 +20,8 @@ MAX_TOKENS = 10_000_000
 MAX_SHOWN = 60
 # The characters by which Python's `surrogateescape` replaces bytes that are not UTF-8.
 UNDECODED = re.compile("[\udc80-\udcff]")
+# A number as programs write it into CSV files. Python's `float` also reads `1_0`, `nan` and other scripts' digits.
+NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 class TraceError(Exception):
@@ -114,13 +117,10 @@ def _row(path: Path, line: int, values: dict[str, str]) -> Row:
 
 
 def _number(path: Path, line: int, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise TraceError(f"{path}:{line}: timestamp: expected seconds from the start, 0 or more, got {_shown(text)}")
-    return value
+    if not NUMBER.fullmatch(text) or float(text) > LONGEST:
+        expected = f"expected seconds from the start, 0 to {LONGEST}"
+        raise TraceError(f"{path}:{line}: timestamp: {expected}, got {_shown(text)}")
+    return float(text)
 
 
 def _tokens(path: Path, line: int, values: dict[str, str], column: str) -> int:

@@ -172,7 +172,18 @@ HEADER = "timestamp,tenant,adapter,input,output\n"
         ("", "1: the column timestamp is missing"),
         ("adaptor," + HEADER, "1: unknown column 'adaptor'; expected timestamp, tenant, adapter,"),
         ("tenant," + HEADER, "1: a column is there twice; expected timestamp, tenant, adapter,"),
-        (HEADER + "x,a,,1,1\n", "2: timestamp: expected seconds from the start, 0 or more, got 'x'"),
+        (HEADER + "x,a,,1,1\n", "2: timestamp: expected seconds from the start, 0 to 604800, got 'x'"),
+        (HEADER + "604800.5,a,,1,1\n", "2: timestamp: expected seconds from the start, 0 to 604800, got '604800.5'"),
+        (HEADER + "0,a,,1,1\n1732999999.5,a,,1,1\n", "3: timestamp: expected seconds from the start, 0 to 604800"),
+        (
+            HEADER + f"{'9' * 5000},a,,1,1\n",
+            f"2: timestamp: expected seconds from the start, 0 to 604800, got '{'9' * 60}",
+        ),
+        (HEADER + "1e999,a,,1,1\n", "2: timestamp: expected seconds from the start"),
+        *(
+            (HEADER + f"{text},a,,1,1\n", f"2: timestamp: expected seconds from the start, 0 to 604800, got '{text}'")
+            for text in ("1_0", "nan", " 1", "1 ", "+1", "0x1", ".", "1e", "٣", "")
+        ),
         (HEADER + "1,a,,1,1\n-1,a,,1,1\n", "3: timestamp"),
         (HEADER + "inf,a,,1,1\n", "2: timestamp"),
         (HEADER + "1,a,,-5,1\n", "2: input: expected a number of tokens, 1 to 10000000, got '-5'"),
@@ -207,12 +218,45 @@ def test_a_trace_may_have_a_byte_order_mark_zeros_and_no_adapters(tmp_path):
     assert read_trace(tmp_path / "t.csv") == [Row(3, 1, "acmé", None, 1, 1), Row(2, 2, "acmé", None, 10_000_000, 7)]
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0", 0), ("604800", 604_800), ("0012.50", 12.5), ("7.", 7), (".25", 0.25), ("1e-05", 1e-5), ("2.5E+2", 250)],
+)
+def test_times_of_a_trace_are_read_as_programs_write_them(text, seconds, tmp_path):
+    (tmp_path / "t.csv").write_text(HEADER + f"{text},a,,1,1\n")
+    assert read_trace(tmp_path / "t.csv") == [Row(2, seconds, "a", None, 1, 1)]
+
+
 def test_impossible_sizes_are_refused():
     with pytest.raises(LoadError, match="more than 1000000 requests"):
         load(seconds=1e6).check_size(source(arrival=Even(10_000.0)))
     with pytest.raises(LoadError, match="no request"):
         load().check_size(source(arrival=OnOff(1.0, 10.0, 1000.0, "off")))
     load().check_size(source(arrival=Closed(4)))
+
+
+@pytest.mark.parametrize(
+    "arrival", [Even(1e-5), Poisson(1e-5), Gamma(1e-5, 0.01), Ramp(0.0, 5e-324, 10.0), Trace("x", speed=0.001)]
+)
+def test_no_plan_is_longer_than_a_week(arrival):
+    long = source(arrival=arrival, requests=30, rows=(Row(2, 1.0, "a", None, 1, 1), Row(3, 604_800, "a", None, 1, 1)))
+    with pytest.raises(LoadError, match=r"^has its last request in second .*; expected at most 604800$"):
+        load(seconds=None).check_size(long)
+    load(seconds=604_800.0).check_size(long)
+
+
+@pytest.mark.parametrize("arrival", [Even(0.5), Poisson(0.5), Gamma(0.5, 3.0), OnOff(2.0, 1e9, 1.0)])
+def test_scaled_rates_divide_the_times(arrival):
+    assert times(arrival.scaled(4.0), 50) == pytest.approx([time / 4 for time in times(arrival, 50)])
+
+
+def test_scaled_processes_keep_what_is_no_rate():
+    assert OnOff(2.0, 3.0, 4.0).scaled(0.5) == OnOff(1.0, 3.0, 4.0)
+    assert Ramp(1.0, 2.0, 3.0).scaled(10.0) == Ramp(10.0, 20.0, 3.0)
+    phases = [Phase(5.0, Even(1.0)), Phase(6.0, Gamma(2.0, 3.0))]
+    assert Phases(phases).scaled(2.0) == Phases([Phase(5.0, Even(2.0)), Phase(6.0, Gamma(4.0, 3.0))])
+    assert Trace("x", "a", 2.0).scaled(3.0) == Trace("x", "a", 6.0)
+    assert Closed(4).scaled(3.0) == Closed(4)
 
 
 def test_the_short_form_is_one_source_of_all_targets():

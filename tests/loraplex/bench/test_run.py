@@ -262,7 +262,7 @@ def test_a_wrong_scenario_is_one_line_and_2(tmp_path):
     path.write_text(path.read_text().replace("rate = 20", "rate = -20"))
     result = CliRunner().invoke(main, ("bench", "--scenario", str(path), "--url", "http://127.0.0.1:9"))
     assert result.exit_code == 2
-    assert result.stderr == f"Error: {path}:10: tenants[0].arrival.rate: expected a number > 0.0: -20\n"
+    assert result.stderr == f"Error: {path}:10: tenants[0].arrival.rate: expected a number >= 1e-06: -20\n"
     result = CliRunner().invoke(main, ("bench", "--scenario", str(path), "--n", "3"))
     assert (result.exit_code, result.stderr) == (2, "Error: --n cannot be combined with --scenario: the file sets it\n")
 

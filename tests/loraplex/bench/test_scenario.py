@@ -96,7 +96,7 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("seconds = 10", "seconds = 10\nseconds = 11", 3, "not TOML: Cannot overwrite a value"),
         ("ttft = 1", "ttft = 0", 5, "slo.ttft: expected a number > 0.0: 0"),
         ("ttft = 1", "tfft = 1", 5, "slo.tfft: unknown key; known are ttft, tpot, latency"),
-        ("rate = 2", "rate = 0", 9, "tenants[0].arrival.rate: expected a number > 0.0: 0"),
+        ("rate = 2", "rate = 0", 9, "tenants[0].arrival.rate: expected a number >= 1e-06: 0"),
         ("rate = 2", "rate = inf", 9, "tenants[0].arrival.rate: expected a number <= 10000.0: inf"),
         ("rate = 2", "rate = nan", 9, "tenants[0].arrival.rate: expected a number"),
         ('{kind = "poisson", rate = 2}', '{kind = "phases", phases = []}', 9, "phases: expected a list of length >= 1"),
@@ -107,6 +107,13 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ('{kind = "poisson", rate = 2}', PHASES.format("closed", "concurrency = 2"), 11,
          "'closed' is not a known kind; expected one of even, poisson, gamma, onoff, ramp"),
         ("rate = 2", "rat = 2", 9, "tenants[0].arrival.rat: unknown key; known are kind, rate"),
+        ('{kind = "poisson", rate = 2}', '{kind = "gamma", rate = 5e-324, cv = 20}', 9,
+         "tenants[0].arrival.rate: expected a number >= 1e-06: 5e-324"),
+        ('{kind = "poisson", rate = 2}', '{kind = "onoff", rate = 2, on = 5e-324, off = 1}', 9,
+         "tenants[0].arrival.on: expected a number >= 0.001: 5e-324"),
+        ("[slo]", "[slos.quiet]\nttft = 1\n[slo]", 4, "slos: unknown key; known are name, tenants,"),
+        ("[slo]", "[[slos.quiet.more]]\nttft = 1\n[slo]", 4, "slos: unknown key; known are name, tenants,"),
+        ("[tenants.output]", "[tenants.extra.table]\n[tenants.output]", 30, "tenants[1].extra: unknown key"),
         ("rate = 2", "rate = 2, cv = 3", 9, "tenants[0].arrival.cv: unknown key; known are kind, rate"),
         ('kind = "poisson", rate = 2', 'kind = "poison", rate = 2', 9, "is not a known kind; expected one of closed,"),
         ('kind = "poisson", rate = 2', "rate = 2", 9, "the key kind is missing; expected one of closed,"),
@@ -287,7 +294,9 @@ AAAAA
 [ q . 'u' ]
 v = +inf
 w = {}
-x = 1"""
+x = 1
+[y.z]
+[y]"""
 LINES: dict[tuple[str | int, ...], int] = {
     ("a",): 2,
     ("b c",): 3,
@@ -327,3 +336,9 @@ def test_the_lines_of_a_long_list_and_of_many_short_keys():
     lines = TomlLines(text)
     assert lines.line(("a", 59_999)) == 60_001
     assert lines.line(("k19999", "v")) == 80_002
+    ("j",): 16,
+    ("j", "k l"): 16,
+    ("q",): 18,
+    ("q", 1, "s"): 23,
+    ("y", "z"): 29,
+    ("y",): 30,
