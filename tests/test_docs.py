@@ -38,6 +38,7 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "deploy/README.md",
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 
 

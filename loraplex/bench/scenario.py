@@ -5,25 +5,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from loraplex.bench.arrivals import Arrival, Phases, Ramp, Seconds, Trace
+from loraplex.bench.arrivals import LONGEST, Arrival, Closed, Phases, Ramp, Seconds, Trace
 from loraplex.bench.load import Api, Load, LoadError, Slo, Source, Target, Tenant
 from loraplex.bench.sampling import Even, Fixed, Length, LogNormal, Popularity, UniformLength
 from loraplex.bench.schema_text import describe
 from loraplex.bench.toml_lines import Path as Keys
 from loraplex.bench.toml_lines import TomlError, TomlLines
 from loraplex.bench.trace import Row, TraceError, read_trace
+from loraplex.printable import printable
 
 MAX_BYTES = 1 << 20
 MAX_ADAPTERS = 100_000
 MAX_SEED = 2**63 - 1
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
-Offset = Annotated[float, Meta(ge=0, le=604_800)]
+Offset = Annotated[float, Meta(ge=0, le=LONGEST)]
 
 
 class ScenarioError(Exception):
@@ -102,12 +104,17 @@ class Access:
 
 
 class Scenario:
-    """A scenario file that was read and checked as far as possible without the server. Raises ScenarioError."""
+    """A scenario file that was read and checked as far as possible without the server. Raises ScenarioError.
 
-    def __init__(self, path: Path) -> None:
+    rate_scale: factor of the rates of all open loops.
+    """
+
+    def __init__(self, path: Path, rate_scale: float = 1.0) -> None:
         self.path = path
         self._toml = self._parse()
-        self.spec = self._convert()
+        self.spec = self._convert(self._toml.value)
+        if rate_scale != 1:
+            self.spec = self._scaled(rate_scale)
         self._rows: dict[str, tuple[Row, ...]] = {}
         self._check()
 
@@ -127,8 +134,10 @@ class Scenario:
         return keys
 
     def fail_without_key(self, tenant: str, why: str) -> NoReturn:
-        """Raise the ScenarioError of a tenant without an API key."""
-        self._fail(("tenants", self.tenants.index(tenant), "name"), f"no key for {tenant!r}: {why}")
+        """Raise the ScenarioError of a tenant without a valid API key."""
+        number = self.tenants.index(tenant)
+        key = "name" if self.spec.tenants[number].key_env is None else "key_env"
+        self._fail(("tenants", number, key), f"no key for {tenant!r}: {why}")
 
     def load(self, access: Mapping[str, Access], seed: int | None = None) -> Load:
         """Return the load for a server. access: by tenant. Raises ScenarioError for adapters that it does not list."""
@@ -234,19 +243,28 @@ class Scenario:
             line = content.count(b"\n", 0, error.start) + 1
             raise ScenarioError(f"{self.path}:{line}: expected UTF-8") from error
         except TomlError as error:
-            raise ScenarioError(f"{self.path}:{error.line}: not TOML: {_one_line(str(error))}") from error
+            raise ScenarioError(f"{self.path}:{error.line}: not TOML: {printable(str(error))}") from error
 
-    def _convert(self) -> Spec:
+    def _convert(self, value: Any, cause: str = "") -> Spec:
+        """Return the checked scenario. cause: end of its error."""
         try:
-            return msgspec.convert(self._toml.value, Spec)
+            return msgspec.convert(value, Spec)
         except msgspec.ValidationError as error:
-            keys, text = describe(str(error), Spec, self._toml.value)
-            self._fail(keys, text, error)
+            keys, text = describe(str(error), Spec, value)
+            self._fail(keys, text + cause, error)
+
+    def _scaled(self, factor: float) -> Spec:
+        """Return the scenario with the rates of its open loops multiplied."""
+        tenants = self.spec.tenants
+        if all(isinstance(tenant.arrival, Closed) for tenant in tenants):
+            raise ScenarioError(f"--rate-scale: {self.path} has closed loops only, whose requests have no rate")
+        scaled = replace(self.spec, tenants=[replace(t, arrival=t.arrival.scaled(factor)) for t in tenants])
+        return self._convert(msgspec.to_builtins(scaled), f", after --rate-scale {factor:g}")
 
     def _fail(self, keys: Keys, text: str, cause: Exception | None = None) -> NoReturn:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         where = f"{self.path}:{self._toml.line(keys)}: "
-        raise ScenarioError(where + _one_line(f"{name}: {text}" if name else text)) from cause
+        raise ScenarioError(where + printable(f"{name}: {text}" if name else text)) from cause
 
     def _check(self) -> None:
         spec = self.spec
@@ -307,7 +325,8 @@ class Scenario:
         own = tuple(row for row in rows if row.tenant == name)
         if not own:
             known = ", ".join(list(dict.fromkeys(row.tenant for row in rows))[:10]) or "none"
-            self._fail((*at, "arrival"), f"the trace has no request of tenant {name!r}; it has those of {known}")
+            place: Keys = (*at, "arrival") if arrival.rows is None else (*at, "arrival", "rows")
+            self._fail(place, f"the trace has no request of tenant {name!r}; it has those of {known}")
         return own
 
     def _expanded(self, number: int, tenant: TenantTable) -> dict[str, int] | None:
@@ -330,8 +349,3 @@ class Scenario:
                 self._fail(at, f"{min(repeated)!r} is in the list twice")
             names |= dict.fromkeys(made, place)
         return names
-
-
-def _one_line(text: str) -> str:
-    """Return the text with line ends and other control characters as escapes; keys and file names may have them."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -4,13 +4,13 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from loraplex.bench.access import list_models
+from loraplex.bench.access import KeyRefused, list_models
 from loraplex.bench.live import show
 from loraplex.bench.load import Load
 from loraplex.bench.overhead import measure_overhead
@@ -18,6 +18,7 @@ from loraplex.bench.report import make_report, run_report
 from loraplex.bench.run import Run, Server, connect, measure, shown_url
 from loraplex.bench.scenario import Scenario
 from loraplex.bench.trace import write_trace
+from loraplex.bench.weights import compare_weights
 
 MAX_FILES = 65_536
 MakeLoad = Callable[[Server], Awaitable[Load]]
@@ -28,7 +29,8 @@ class BenchRun:
     """A benchmark to run.
 
     baseline: tenants left out of the run before the measured ones. repeat: measured runs. trace_out: file for the
-    planned requests of open loops.
+    planned requests of open loops. admin_key: an operator's key of the server, which tells the tenants' weights.
+    rate_scale: factor that the scenario's rates already have.
     """
 
     url: str
@@ -40,6 +42,8 @@ class BenchRun:
     with_overhead: bool = True
     internal_token: str | None = None
     trace_out: Path | None = None
+    admin_key: str | None = field(default=None, repr=False)
+    rate_scale: float = 1.0
 
 
 def fixed(load: Load) -> MakeLoad:
@@ -55,7 +59,11 @@ def of_scenario(scenario: Scenario, keys: Mapping[str, str | None], seed: int | 
     """Return a function that makes the scenario's load from the server's list of models."""
 
     async def make(server: Server) -> Load:
-        return scenario.load(await list_models(server, keys), seed)
+        try:
+            access = await list_models(server, keys)
+        except KeyRefused as error:
+            scenario.fail_without_key(error.tenant, str(error))
+        return scenario.load(access, seed)
 
     return make
 
@@ -91,6 +99,7 @@ async def benchmark(bench_run: BenchRun) -> dict[str, Any]:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     async with connect(bench_run.url, bench_run.internal_token) as server:
         load = await bench_run.make_load(server)
+        weights, warning = await compare_weights(server, load, bench_run.admin_key)
         if bench_run.trace_out:
             write_trace(bench_run.trace_out, load.rows())
         _stop_on_interrupt(stop)
@@ -116,8 +125,11 @@ async def benchmark(bench_run: BenchRun) -> dict[str, Any]:
         "name": bench_run.name,
         "description": bench_run.description,
         "overhead": overhead,
+        "rate_scale": bench_run.rate_scale,
+        "server_weights": weights,
     }
-    return make_report(shown_url(bench_run.url), load, runs, baseline, **about)
+    report = make_report(shown_url(bench_run.url), load, runs, baseline, **about)
+    return report | {"warnings": [*report["warnings"], *([warning] if warning else [])]}
 
 
 async def _one(server: Server, load: Load, stop: asyncio.Event, title: str) -> Run:

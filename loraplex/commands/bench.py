@@ -1,6 +1,7 @@
 """The `loraplex bench` command: load on any OpenAI server, and the report of it."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from loraplex.bench.load import Target
+from loraplex.bench.load import LoadError, Target
 from loraplex.bench.workload import Workload
 from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
 from loraplex.commands.config_options import options_of, take
+from loraplex.commands.values import Number
+from loraplex.printable import printable
 from loraplex.up.datadir import DataDirError, read_json
+from wire.options import options
 
 if TYPE_CHECKING:
     from loraplex.bench.scenario import Scenario
     from loraplex.bench.session import BenchRun
 
 FILE = click.Path(path_type=Path)
-SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens", "warmup", "models")
+# Flags that a scenario replaces. Its seed may be given.
+SHORT_FORM = (*(name for name in options(Workload) if name != "seed"), "models")
 
 
 @click.command(
@@ -36,11 +41,23 @@ SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens"
 @click.option(
     "--tenants",
     type=FILE,
-    help="File in the format of demo.json with several tenants, their keys and models; replaces --models.",
+    help='File like demo.json: {"gateway": URL, "tenants": [{"name", "api_key", "models"}, ...]}; replaces --models.',
 )
 @click.option("--keys-to-other-url", is_flag=True, help="Send --tenants' keys to a --url that is not their gateway.")
 @click.option("--internal-token-file", type=FILE, help="File with the token of an engine behind a gateway.")
-@click.option("--scenario", type=FILE, help="TOML file with a pattern of requests for each tenant.")
+@click.option(
+    "--scenario",
+    type=FILE,
+    help="TOML file with a pattern of requests for each tenant. examples/scenarios/README.md lists some; "
+    'docs/reference.md describes the format under "Scenario files".',
+)
+@click.option(
+    "--rate-scale",
+    default=1.0,
+    show_default=True,
+    type=Number(min=0.001, max=1000),
+    help="Factor of all rates of a scenario's open loops, also of a trace's speed.",
+)
 @options_of(Workload)
 @click.option(
     "--repeat", default=1, show_default=True, type=click.IntRange(1, 100), help="Measured runs; shows their spread."
@@ -78,7 +95,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         except ScenarioError as error:
             raise click.UsageError(str(error)) from error
         except BenchError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(printable(str(error))) from error
         print_report(report)
         if flags["json_path"]:
             flags["json_path"].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -106,18 +123,29 @@ def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
         "with_overhead": flags["overhead"],
         "internal_token": token,
         "trace_out": flags["trace_out"],
+        "rate_scale": flags["rate_scale"],
     }
     if flags["scenario"] is None:
+        if flags["rate_scale"] != 1:
+            raise click.UsageError("--rate-scale needs --scenario; without one, --rate gives the rate")
         url, targets = _targets_of_file(flags) if flags["tenants"] else _targets_of_models(flags)
-        workload = Workload(**take(Workload, flags))
-        return BenchRun(url, fixed(workload.load(targets)), "command line", **common)
+        load = Workload(**take(Workload, flags)).load(targets)
+        try:
+            load.check_size(load.sources[0])
+        except LoadError as error:
+            raise click.UsageError(f"--rate: the load {error}") from error
+        return BenchRun(url, fixed(load), "command line", admin_key=_admin_key(url, flags), **common)
 
     scenario = _scenario(context, flags, SHORT_FORM)
     url, keys = _keys_of_scenario(scenario, flags)
     make = of_scenario(scenario, keys, _given_seed(context, flags))
     spec = scenario.spec
     without = spec.baseline.without if spec.baseline else ()
-    return BenchRun(url, make, spec.name, spec.description, without, **common)
+    description = spec.description
+    if flags["rate_scale"] != 1:
+        description += f" (rates times {flags['rate_scale']:g})"
+    admin_key = _admin_key(url, flags)
+    return BenchRun(url, make, spec.name, description, without, admin_key=admin_key, **common)
 
 
 def _write_plan(context: click.Context, flags: dict[str, Any]) -> None:
@@ -140,9 +168,9 @@ def _scenario(context: click.Context, flags: dict[str, Any], unused: Sequence[st
 
     for name in unused:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            flag = "--c" if name == "concurrency" else "--" + name.replace("_", "-")
+            flag = next(param.opts[0] for param in context.command.params if param.name == name)
             raise click.UsageError(f"{flag} cannot be combined with --scenario: the file sets it")
-    return Scenario(flags["scenario"])
+    return Scenario(flags["scenario"], flags["rate_scale"])
 
 
 def _given_seed(context: click.Context, flags: dict[str, Any]) -> int | None:
@@ -174,9 +202,30 @@ def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str,
         for name in [name for name in scenario.tenants if name not in given]:
             if name not in of_file and not unnamed:
                 why = f"--tenants {flags['tenants']} has {len(of_file)} tenants, none is left"
-                scenario.fail_without_key(name, why)
+                scenario.fail_without_key(name, f"{why}; {_remedy(scenario, name)}")
             keys[name] = of_file[name if name in of_file else unnamed.pop(0)]
     return _checked_url(url), keys
+
+
+def _remedy(scenario: "Scenario", name: str) -> str:
+    """Return how a tenant of the scenario gets a key."""
+    [weight] = [tenant.weight for tenant in scenario.spec.tenants if tenant.name == name]
+    quoted = shlex.quote(name)
+    create = f"loraplex tenant create {quoted}" + (f" --weight {weight:g}" if weight != 1 else "")
+    entry = json.dumps({"name": name, "api_key": "lpx_...", "models": []})
+    return (
+        f"create it (`{create}`, `loraplex key create {quoted}`) and add {entry} to the tenants of that file, "
+        "or set key_env in the scenario to a variable with its key"
+    )
+
+
+def _admin_key(url: str, flags: dict[str, Any]) -> str | None:
+    """Return the operator's key of the gateway at `url` from the local.json beside --tenants, if it is there."""
+    if not flags["tenants"]:
+        return None
+    with one_line(DataDirError):
+        local = read_json(flags["tenants"].parent / "local.json") or {}
+    return local.get("admin_key") if is_gateway_of(local, url) else None
 
 
 def _read_tenants(flags: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:

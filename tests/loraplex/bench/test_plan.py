@@ -266,6 +266,9 @@ def test_the_short_form_is_one_source_of_all_targets():
     assert only.arrival == Closed(3)
     assert len(list(made.plan(only))) == 40
     assert Workload(rate=2.0).load(TARGETS).sources[0].arrival == Poisson(2.0)
+    assert (made.api, made.ignore_eos) == ("completions", True)
+    chat = Workload(api="chat", ignore_eos=False).load(TARGETS)
+    assert (chat.api, chat.ignore_eos) == ("chat", False)
 
 
 def test_no_key_is_in_any_text_form():

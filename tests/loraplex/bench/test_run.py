@@ -215,6 +215,23 @@ async def test_a_missing_adapter_is_named_before_anything_is_sent(tmp_path):
     assert double.bodies == []
 
 
+async def test_a_key_that_the_server_refuses_is_named_with_its_tenant(tmp_path):
+    class Refusing(Double):
+        async def models(self, request: web.Request) -> web.Response:
+            if request.headers.get("Authorization") != f"Bearer {KEYS['acme']}":
+                raise web.HTTPUnauthorized
+            return await super().models(request)
+
+    double = Refusing()
+    for key, asked in ((KEYS["globex"], "the key"), (None, r"requests without a key \(see --tenants,.*\)")):
+        async with double.serving() as url:
+            keys = {"acme": KEYS["acme"], "globex": key}
+            says = rf"s.toml:14: tenants\[1\].name: no key for 'globex': {url}/v1/models refuses {asked}: status 401$"
+            with pytest.raises(ScenarioError, match=says):
+                await benchmark(BenchRun(url, of_scenario(scenario(tmp_path), keys, None), "x"))
+    assert double.bodies == []
+
+
 async def test_an_engine_gets_the_tenants_name_and_weight_with_the_internal_token(tmp_path):
     double = Double()
     async with double.serving() as url:
@@ -265,6 +282,27 @@ def test_a_wrong_scenario_is_one_line_and_2(tmp_path):
     assert result.stderr == f"Error: {path}:10: tenants[0].arrival.rate: expected a number >= 1e-06: -20\n"
     result = CliRunner().invoke(main, ("bench", "--scenario", str(path), "--n", "3"))
     assert (result.exit_code, result.stderr) == (2, "Error: --n cannot be combined with --scenario: the file sets it\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "path", "has_field"),
+    [
+        ((), "/v1/completions", True),
+        (("--api", "chat", "--no-ignore-eos"), "/v1/chat/completions", False),
+        (("--no-ignore-eos",), "/v1/completions", False),
+    ],
+)
+async def test_the_short_form_has_both_routes_with_and_without_ignore_eos(flags, path, has_field):
+    double = Double()
+    async with double.serving() as url:
+        sizes = ("--models", "a0", "--n", "2", "--warmup", "1", "--output-tokens", "3", "--no-overhead")
+        command = (sys.executable, "-m", "loraplex.cli", "bench", "--url", url, *sizes, *flags)
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, error = await asyncio.wait_for(process.communicate(), 120)
+    assert (process.returncode, error) == (0, b""), out
+    assert len(double.bodies) == 3
+    assert {"messages" in body for body in double.bodies} == {path.endswith("chat/completions")}
+    assert {body.get("ignore_eos", False) for body in double.bodies} == {has_field}
 
 
 async def test_ctrl_c_writes_the_report_of_what_was_measured(tmp_path):

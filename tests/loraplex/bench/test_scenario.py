@@ -1,15 +1,15 @@
 """Scenario files: each wrong one is refused with its line and key."""
 
 import json
+import re
 from pathlib import Path
 from random import Random
 
 import pytest
 from click.testing import CliRunner
 
-from loraplex.bench.arrivals import Poisson
+from loraplex.bench.arrivals import Closed, Poisson
 from loraplex.bench.scenario import Access, Scenario, ScenarioError
-from loraplex.bench.toml_lines import TomlLines
 from loraplex.bench.trace import read_trace
 from loraplex.cli import main
 
@@ -106,7 +106,6 @@ def test_a_scenario_becomes_a_load(tmp_path):
          "tenants[0].arrival.phases[1].arrival.rat: unknown key; known are kind, rate"),
         ('{kind = "poisson", rate = 2}', PHASES.format("closed", "concurrency = 2"), 11,
          "'closed' is not a known kind; expected one of even, poisson, gamma, onoff, ramp"),
-        ("rate = 2", "rat = 2", 9, "tenants[0].arrival.rat: unknown key; known are kind, rate"),
         ('{kind = "poisson", rate = 2}', '{kind = "gamma", rate = 5e-324, cv = 20}', 9,
          "tenants[0].arrival.rate: expected a number >= 1e-06: 5e-324"),
         ('{kind = "poisson", rate = 2}', '{kind = "onoff", rate = 2, on = 5e-324, off = 1}', 9,
@@ -114,6 +113,7 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("[slo]", "[slos.quiet]\nttft = 1\n[slo]", 4, "slos: unknown key; known are name, tenants,"),
         ("[slo]", "[[slos.quiet.more]]\nttft = 1\n[slo]", 4, "slos: unknown key; known are name, tenants,"),
         ("[tenants.output]", "[tenants.extra.table]\n[tenants.output]", 30, "tenants[1].extra: unknown key"),
+        ("rate = 2", "rat = 2", 9, "tenants[0].arrival.rat: unknown key; known are kind, rate"),
         ("rate = 2", "rate = 2, cv = 3", 9, "tenants[0].arrival.cv: unknown key; known are kind, rate"),
         ('kind = "poisson", rate = 2', 'kind = "poison", rate = 2', 9, "is not a known kind; expected one of closed,"),
         ('kind = "poisson", rate = 2', "rate = 2", 9, "the key kind is missing; expected one of closed,"),
@@ -159,6 +159,71 @@ def test_a_wrong_scenario_is_named_by_line_and_key(old, new, line, says, end, tm
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("old", ['{kind = "poisson", rate = 2}', 'kind = "closed"\nconcurrency = 4'])
+def test_a_plan_that_lasts_for_more_than_a_week_is_named_by_line(old, tmp_path):
+    """The limit holds without `seconds`, too."""
+    is_table = old.startswith("kind")
+    new = 'kind = "even"\nrate = 1e-6' if is_table else '{kind = "even", rate = 1e-6}'
+    text = GOOD.replace("seconds = 10", "").replace(old, new)
+    text = text.replace('name = "quiet"', 'requests = 3\nname = "quiet"').replace("weight = 2", "requests = 3")
+    with pytest.raises(ScenarioError) as caught:
+        read(tmp_path, text).load(ACCESS)
+    line, number = (22, 1) if is_table else (10, 0)
+    says = f"tenants[{number}].arrival: has its last request in second 2e+06; expected at most 604800"
+    assert str(caught.value) == f"{tmp_path}/s.toml:{line}: {says}"
+
+
+def test_rates_are_scaled_within_their_bounds(tmp_path):
+    (tmp_path / "s.toml").write_text(GOOD)
+    quiet, flood = Scenario(tmp_path / "s.toml", 3.0).load(ACCESS).sources
+    assert (quiet.arrival, flood.arrival) == (Poisson(6.0), Closed(4))
+    (tmp_path / "s.toml").write_text(GOOD.replace("rate = 2", "rate = 20"))
+    with pytest.raises(ScenarioError) as caught:
+        Scenario(tmp_path / "s.toml", 1000.0)
+    says = "tenants[0].arrival.rate: expected a number <= 10000.0: 20000.0, after --rate-scale 1000"
+    assert str(caught.value) == f"{tmp_path}/s.toml:9: {says}"
+    (tmp_path / "s.toml").write_text(GOOD.replace('{kind = "poisson", rate = 2}', PHASES.format("even", "rate = 200")))
+    with pytest.raises(ScenarioError, match=r"s.toml:11: tenants\[0\].arrival.phases\[1\].arrival.rate: expected"):
+        Scenario(tmp_path / "s.toml", 1000.0)
+    closed = GOOD.replace('{kind = "poisson", rate = 2}', '{kind = "closed", concurrency = 2}')
+    (tmp_path / "s.toml").write_text(closed)
+    with pytest.raises(ScenarioError, match=r"^--rate-scale: .*s.toml has closed loops only"):
+        Scenario(tmp_path / "s.toml", 2.0)
+
+
+@pytest.mark.parametrize("factor", ["0", "-1", "nan", "inf", "1001", "fast"])
+def test_a_wrong_factor_of_rates_is_one_line_and_2(factor, tmp_path):
+    (tmp_path / "s.toml").write_text(GOOD)
+    flags = ("--scenario", str(tmp_path / "s.toml"), "--url", "http://127.0.0.1:9", "--rate-scale", factor)
+    done = CliRunner().invoke(main, ("bench", *flags))
+    says = f"Error: Invalid value for '--rate-scale': expected a number from 0.001 to 1,000; got {factor}"
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (2, says)
+
+
+def test_the_short_form_has_no_rates_to_scale():
+    flags = ("--models", "a", "--url", "http://127.0.0.1:9", "--rate", "2", "--rate-scale", "2")
+    done = CliRunner().invoke(main, ("bench", *flags))
+    assert done.exit_code == 2
+    assert done.stderr == "Error: --rate-scale needs --scenario; without one, --rate gives the rate\n"
+
+
+def test_a_rate_without_end_is_refused_in_the_short_form():
+    flags = ("--models", "a", "--url", "http://127.0.0.1:9", "--rate", "1e-6", "--n", "9")
+    done = CliRunner().invoke(main, ("bench", *flags))
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: --rate: the load has its last request in second ")
+
+
+def test_a_plan_is_written_with_scaled_rates(tmp_path):
+    written = []
+    for factor in ("1", "2"):
+        flags = ("--scenario", str(ROOT / "examples/scenarios/azure-like-replay.toml"), "--rate-scale", factor)
+        done = CliRunner().invoke(main, ("bench", *flags, "--plan-only", "--trace-out", str(tmp_path / "t.csv")))
+        assert (done.exit_code, done.output) == (0, "")
+        written.append([row.timestamp for row in read_trace(tmp_path / "t.csv")])
+    assert written[1] == pytest.approx([time / 2 for time in written[0]], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -187,7 +252,12 @@ def test_a_tenant_without_a_key_is_named_by_line(tmp_path):
     flags = ("--scenario", str(tmp_path / "s.toml"), "--tenants", str(tmp_path / "demo.json"))
     done = CliRunner().invoke(main, ("bench", *flags))
     says = f"tenants[1].name: no key for 'flood': --tenants {tmp_path}/demo.json has 1 tenants, none is left"
-    assert (done.exit_code, done.stderr) == (2, f"Error: {tmp_path}/s.toml:14: {says}\n")
+    remedy = (
+        "create it (`loraplex tenant create flood --weight 2`, `loraplex key create flood`) and add "
+        '{"name": "flood", "api_key": "lpx_...", "models": []} to the tenants of that file, or set key_env in the '
+        "scenario to a variable with its key"
+    )
+    assert (done.exit_code, done.stderr) == (2, f"Error: {tmp_path}/s.toml:14: {says}; {remedy}\n")
 
 
 def test_a_trace_names_the_tenants_it_has(tmp_path):
@@ -197,6 +267,9 @@ def test_a_trace_names_the_tenants_it_has(tmp_path):
     tenant = '[[tenants]]\nname = "{}"\narrival = {{kind = "trace", file = "t.csv"}}\n'
     with pytest.raises(ScenarioError, match=r"s.toml:4: .*no request of tenant 'quiet'; it has those of acme"):
         read(tmp_path, 'name = "x"\n' + tenant.format("quiet"))
+    table = '[[tenants]]\nname = "acme"\n[tenants.arrival]\nkind = "trace"\nfile = "t.csv"\nrows = "gone"\n'
+    with pytest.raises(ScenarioError, match=r"s.toml:7: tenants\[0\].arrival.rows: .*no request of tenant 'gone'"):
+        read(tmp_path, 'name = "x"\n' + table)
     with pytest.raises(ScenarioError, match=r"s.toml:4: .*none.csv: No such file"):
         read(tmp_path, 'name = "x"\n' + tenant.format("acme").replace("t.csv", "none.csv"))
     with pytest.raises(ScenarioError, match=r"s.toml:4: .*t\\x00.csv: expected the name of a file"):
@@ -266,79 +339,14 @@ def test_every_example_is_valid_and_says_where_it_comes_from(path):
     assert scenario.spec.name == path.stem
 
 
-# Q stands for a double quote, A for a single one.
-FORMS = r"""# comment [ { QQQ
-a = 1  # QQQ [
-"b c" = QQQ
-d = 2 \QQQ
-[e]
-QQQQQ
-f.g = [ # ]
-  {h = 1, k.'l' = [
-    'm',
-  ]},
-
-  {i = "]\","},
-  [[], 1979-05-27 07:32:00, ["x"
-  ]],
-]
-[j."k l".m]
-n = {o = {p = 1}}
-[[q]]
-[[q]]
-r = AAA
-]'
-AAAAA
-[[q.s]]
-"t\u0041" = 1
-[ q . 'u' ]
-v = +inf
-w = {}
-x = 1
-[y.z]
-[y]"""
-LINES: dict[tuple[str | int, ...], int] = {
-    ("a",): 2,
-    ("b c",): 3,
-    ("f",): 7,
-    ("f", "g", 0): 8,
-    ("f", "g", 0, "h"): 8,
-    ("f", "g", 0, "k", "l"): 8,
-    ("f", "g", 0, "k", "l", 0): 9,
-    ("f", "g", 1, "i"): 12,
-    ("f", "g", 2): 13,
-    ("f", "g", 2, 2, 0): 13,
-    ("j", "k l", "m"): 16,
-    ("j", "k l", "m", "n"): 17,
-    ("j", "k l", "m", "n", "o", "p"): 17,
-    ("q", 1): 19,
-    ("q", 1, "r"): 20,
-    ("q", 1, "s", 0): 23,
-    ("q", 1, "s", 0, "tA"): 24,
-    ("q", 1, "u"): 25,
-    ("q", 1, "u", "v"): 26,
-    ("q", 1, "u", "x"): 28,
-    ("q", 1, "u", "missing"): 25,
-    ("e",): 1,
-}
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
-def test_lines_of_keys_and_elements_in_every_form_of_toml(end):
-    lines = TomlLines(FORMS.replace("Q", '"').replace("A", "'").replace("\n", end))
-    assert lines.value["b c"] == 'd = 2 """\n[e]\n""'
-    assert {path: lines.line(path) for path in LINES} == LINES
-
-
-def test_the_lines_of_a_long_list_and_of_many_short_keys():
-    """Their number is such that a scan whose time grows with its square would not end."""
-    text = "a = [\n" + "1, # [\n" * 60_000 + "]\n" + "".join(f"k{i} = {{v = []}}\n" for i in range(20_000))
-    lines = TomlLines(text)
-    assert lines.line(("a", 59_999)) == 60_001
-    assert lines.line(("k19999", "v")) == 80_002
-    ("j",): 16,
-    ("j", "k l"): 16,
-    ("q",): 18,
-    ("q", 1, "s"): 23,
-    ("y", "z"): 29,
-    ("y",): 30,
+def test_the_list_of_examples_has_each_with_its_tenants():
+    text = (ROOT / "examples/scenarios/README.md").read_text()
+    listed = re.findall(r"^\| `([\w-]+)` \| (\d+) \| (?:about )?(\d+) \| ", text, re.MULTILINE)
+    scenarios = [Scenario(path) for path in EXAMPLES]
+    assert sorted((name, int(tenants)) for name, tenants, _ in listed) == sorted(
+        (scenario.spec.name, len(scenario.tenants)) for scenario in scenarios
+    )
+    seconds = {name: int(number) for name, _, number in listed}
+    for spec in (scenario.spec for scenario in scenarios):
+        assert spec.seconds is None or seconds[spec.name] == spec.seconds
+    assert "examples/scenarios/README.md" in " ".join(CliRunner().invoke(main, ("bench", "--help")).output.split())
