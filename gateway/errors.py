@@ -61,7 +61,14 @@ class GatewayError(Exception):
 
 
 class BadRequest(GatewayError):
-    status, kind, code = 400, "invalid_request_error", None
+    status, kind = 400, "invalid_request_error"
+    code: str | None = None
+
+
+class RankNotServed(BadRequest):
+    """The adapter's rank is larger than the engine serves."""
+
+    code = "adapter_rank_not_served"
 
 
 class CheckFailed(GatewayError):

@@ -13,9 +13,9 @@ from gateway.fleet.traits import OwnFields
 ANNOUNCED = "announced"
 TRAITS = {kind.traits.prefix: kind.traits for kind in KINDS}
 PREFIXES = " or ".join(prefix for prefix in TRAITS if prefix)
-OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true, prefill=URL"
+OPTIONS = "adapters=N, requests=N, max_rank=N, key_env=NAME, key_file=PATH, any_version=true, prefill=URL"
 # Numeric options, with the least number of each.
-MIN_VALUES = {"adapters": 0, "requests": 1}
+MIN_VALUES = {"adapters": 0, "requests": 1, "max_rank": 1}
 # Options that an announcement may not have, because its author could name a secret's file or another server.
 OPERATORS_ONLY = ("key_env", "key_file", "any_version", "prefill")
 

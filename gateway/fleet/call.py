@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
+from gateway.errors import BadRequest, GatewayError, RankNotServed, Unavailable, UpstreamFailed
 from wire.telemetry.spans import NO_SPAN, Span
 
 if TYPE_CHECKING:
@@ -61,10 +61,10 @@ class EngineRefused(Exception):
 
     @property
     def may_succeed_elsewhere(self) -> bool:
-        """Return whether another engine may serve the request: this one failed, lacks the adapter, or is of a kind that
-        does not serve such requests.
+        """Return whether another engine may serve the request: this one failed, lacks the adapter or has no room
+        for its rank, or is of a kind that does not serve such requests.
         """
-        return self.unserved or isinstance(self.error, UpstreamFailed | Unavailable)
+        return self.unserved or isinstance(self.error, RankNotServed | UpstreamFailed | Unavailable)
 
 
 class EngineWithdrew(EngineRefused):

@@ -15,7 +15,7 @@ from aiohttp import (
     TCPConnector,
 )
 
-from gateway.errors import BadRequest, UpstreamFailed
+from gateway.errors import BadRequest, RankNotServed, UpstreamFailed
 from gateway.fleet.answers import EngineBroke, Incoming, read_error, read_report
 from gateway.fleet.call import Call, EngineGone, EngineRefused
 from gateway.fleet.engine import EngineRecord
@@ -87,6 +87,8 @@ class EngineClient:
             # The kind does not serve a field of the request.
             refusal = BadRequest(error.message, param=error.param, code=error.code)
             raise EngineRefused(refusal, 400, unserved=True) from error
+        except RankNotServed as error:
+            raise EngineRefused(error, 400) from error
         except UpstreamFailed as error:
             raise EngineRefused(error) from error
         try:

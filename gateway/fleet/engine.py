@@ -44,7 +44,7 @@ class Address:
     url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. wake: URL
     of the supervisor that stops and starts an engine of ours; None: it never sleeps. The other fields are for foreign
     servers, which do not report them. adapters: maximum adapters kept loaded; 0: it gets base-model requests only.
-    requests: maximum sequences in flight.
+    requests: maximum sequences in flight. max_rank: largest rank of an adapter; 0: unknown until it refuses one.
     key: its API key. any_version: whether releases that are known to mix up tenants or adapters are used too.
     prefill: URL of the server that computes prompts for this one; None: this one does.
     """
@@ -57,6 +57,7 @@ class Address:
     any_version: bool = False
     prefill: str | None = None
     wake: str | None = None
+    max_rank: int = 0
 
     @property
     def bearer(self) -> dict[str, str]:

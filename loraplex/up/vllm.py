@@ -16,8 +16,8 @@ from wire.errors import ConfigError
 # Variable with the key, for vLLM and for the gateway.
 KEY = "VLLM_API_KEY"
 # Flags that determine the gateway's limits for the server, with our defaults.
-REQUESTS, ADAPTERS = ("--max-num-seqs", "64"), ("--max-cpu-loras", "64")
-DEFAULTS = (*REQUESTS, *ADAPTERS, "--max-loras", "8", "--max-lora-rank", "64")
+REQUESTS, ADAPTERS, RANK = ("--max-num-seqs", "64"), ("--max-cpu-loras", "64"), ("--max-lora-rank", "64")
+DEFAULTS = (*REQUESTS, *ADAPTERS, *RANK, "--max-loras", "8")
 # Variables that the plugin reads, beside the store's.
 PLUGIN_VARIABLES = ("LORAPLEX_ADAPTER_CACHE", "LORAPLEX_ADAPTER_CACHE_BYTES", "LORAPLEX_BASE_DIGEST")
 
@@ -70,5 +70,5 @@ def key(internal_token: str) -> Mapping[str, str]:
 
 def address(config: UpConfig, url: str) -> str:
     """Return the server's item in LORAPLEX_ENGINES."""
-    requests, adapters = (flag_value(config.engine_args, *flag) for flag in (REQUESTS, ADAPTERS))
-    return f"vllm+{url}?requests={requests}&adapters={adapters}&key_env={KEY}"
+    requests, adapters, rank = (flag_value(config.engine_args, *flag) for flag in (REQUESTS, ADAPTERS, RANK))
+    return f"vllm+{url}?requests={requests}&adapters={adapters}&max_rank={rank}&key_env={KEY}"

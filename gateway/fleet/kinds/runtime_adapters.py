@@ -8,9 +8,11 @@ uses of adapters through Redis, so that no gateway unloads an adapter that anoth
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,10 +22,11 @@ from aiohttp import ClientTimeout
 from adapters.fair_threads import FairThreads
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
-from gateway.errors import UpstreamFailed
+from gateway.errors import GatewayError, RankNotServed, UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import FilesMissing, Services, read_detail
 from gateway.fleet.kinds.unloading import victims
+from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name
 from wire.errors import BadRequest
 from wire.http_errors import HTTP_ERRORS
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 FILE_THREADS = 4
 # Loads of one tenant that a server gets at once. A load stops the server's batch, and loads wait for each other there.
 TENANT_LOADS = 2
+# A failed load is not repeated for this time, in seconds, however many requests need it. Number of failures kept.
+FAILURE_SECONDS, MAX_FAILURES = 5.0, 1024
 LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
@@ -42,7 +47,8 @@ class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
     """Routes of a server's runtime API for adapters.
 
     load, unload: paths. is_loaded, is_unloaded: return from an answer's status and body and the adapter's name whether
-    the adapter is loaded, or is not loaded, after the call. name: returns the server's name for a digest.
+    the adapter is loaded, or is not loaded, after the call. name: returns the server's name for a digest. rank_refusal:
+    pattern of a refused load's message whose group 1 is the largest rank that the server takes; None: it says none.
     """
 
     load: str
@@ -50,6 +56,7 @@ class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
     is_loaded: Callable[[int, bytes, str], bool]
     is_unloaded: Callable[[int, bytes, str], bool]
     name: Callable[[str], str] = digest_name
+    rank_refusal: re.Pattern[bytes] | None = None
 
 
 class RuntimeAdapters:
@@ -77,8 +84,8 @@ class RuntimeAdapters:
 
         on_sent: called before a load is sent, because it may be the cause of the server's death. tenant_id: whose turn
         the reading of the files takes. again: whether the engine has just answered that it lacks the adapter, so that
-        it must be loaded. Raises the protocol's BadRequest for an activated LoRA, UpstreamFailed, ClientError, OSError,
-        TimeoutError.
+        it must be loaded. Raises the protocol's BadRequest for an activated LoRA, RankNotServed, UpstreamFailed,
+        ClientError, OSError, TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest, tenant_id)
@@ -90,6 +97,7 @@ class RuntimeAdapters:
         elif engine.state.finds_adapters:
             engine.resident |= {digest}
         if digest not in engine.resident:
+            moving.check(digest)
             load = moving.loads.get(digest)
             if load is None:
                 load = moving.loads[digest] = Load()
@@ -108,15 +116,26 @@ class RuntimeAdapters:
             if digest is not None:
                 self._uses.note_again(engine.url, digest)
 
+    def refused_above(self, engine: EngineRecord) -> int:
+        """Return the largest rank that the server takes, by its refusal of a larger one; 0 without a refusal."""
+        moving = self._moving.get(engine)
+        return 0 if moving is None else moving.max_rank
+
+    def forget_failures(self, engine: EngineRecord) -> None:
+        """Forget what refusals of loads have shown, because another server may run now."""
+        if (moving := self._moving.get(engine)) is not None:
+            moving.max_rank = 0
+            moving.failures.clear()
+
     async def _load_in_turn(
         self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, moving: "_Moving"
     ) -> None:
         """Load an adapter beside at most TENANT_LOADS - 1 others of the tenant on the server."""
         async with moving.turn(tenant_id):
             if load.waiting:
-                await self._load(engine, digest, load, tenant_id)
+                await self._load(engine, digest, load, tenant_id, moving)
 
-    async def _load(self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str) -> None:
+    async def _load(self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, moving: "_Moving") -> None:
         with ExitStack() as stack:
             try:
                 opened = partial(stack.enter_context, self._verified.use(self._store, digest))
@@ -124,7 +143,8 @@ class RuntimeAdapters:
             except AdapterNotFound as error:
                 raise FilesMissing("The files of the adapter are missing from the adapter store.") from error
             except AdapterError as error:
-                raise UpstreamFailed("The adapter in the adapter store is damaged.") from error
+                damaged = UpstreamFailed("The adapter in the adapter store is damaged.")
+                raise moving.failed(digest, damaged) from error
             if checkpoint.manifest.invocation:
                 # These servers ignore the field, and would apply the adapter to all tokens.
                 raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens).")
@@ -138,9 +158,21 @@ class RuntimeAdapters:
             status, answer = await self._post(engine, self._api.load, body)
         if not self._api.is_loaded(status, answer, body["lora_name"]):
             log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, _message(answer))
-            raise UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
+            raise moving.failed(digest, self._failure(status, answer, moving))
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
+
+    def _failure(self, status: int, answer: bytes, moving: "_Moving") -> GatewayError:
+        """Return the error of a load that the server refused, and note the largest rank that its answer names."""
+        pattern = self._api.rank_refusal
+        named = pattern.search(answer) if pattern is not None else None
+        if named is None:
+            return UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
+        moving.max_rank = int(named[1])
+        return RankNotServed(
+            f"model: the adapter's rank is larger than {moving.max_rank}, the largest that this engine serves.",
+            param="model",
+        )
 
     async def _make_room(self, engine: EngineRecord, moving: "_Moving") -> None:
         """Wait for the unloading that runs and one more, if the server has more idle adapters than its limit allows.
@@ -211,8 +243,8 @@ class Load:
         self._is_sent = False
 
     async def wait(self, on_sent: Callable[[], None]) -> None:
-        """Wait until the adapter is loaded. Raises the protocol's BadRequest, UpstreamFailed, ClientError, OSError,
-        TimeoutError.
+        """Wait until the adapter is loaded. Raises the protocol's BadRequest, RankNotServed, UpstreamFailed,
+        ClientError, OSError, TimeoutError.
         """
         assert self.task is not None
         if self._is_sent:
@@ -221,6 +253,9 @@ class Load:
         try:
             # Other requests may wait for the same load, so a client that leaves must not end it.
             await asyncio.shield(self.task)
+        except GatewayError as error:
+            # Each request adds its own headers to its error.
+            raise copy(error) from error
         finally:
             self.waiting.remove(on_sent)
 
@@ -238,8 +273,23 @@ class _Moving:
         self.loads: dict[str, Load] = {}
         self.unloads: dict[str, asyncio.Event] = {}
         self.unloading: asyncio.Task[None] | None = None
+        # The largest rank that the server takes, by its refusal of a larger one; 0: unknown.
+        self.max_rank = 0
+        self.failures = BoundedDict[str, tuple[float, GatewayError]](MAX_FAILURES)
         # By tenant, while it has loads.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def failed(self, digest: str, error: GatewayError) -> GatewayError:
+        """Note the error of a failed load, and return it."""
+        self.failures.put(digest, (time.monotonic() + FAILURE_SECONDS, error))
+        return copy(error)
+
+    def check(self, digest: str) -> None:
+        """Raise the error of a load that failed within the last FAILURE_SECONDS."""
+        until, error = self.failures.get(digest, (0.0, None))
+        if error is not None and time.monotonic() < until:
+            # Each request adds its own headers to its error.
+            raise copy(error)
 
     def turn(self, tenant_id: str) -> asyncio.Semaphore:
         """Return the semaphore of the tenant's loads."""

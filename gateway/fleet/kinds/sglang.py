@@ -148,7 +148,7 @@ class Sglang(ForeignKind):
             "running": load.num_running_reqs,
             "waiting": load.num_waiting_reqs,
             "max_num_seqs": min(engine.address.requests, load.max_running_requests or engine.address.requests),
-            "max_lora_rank": info.max_lora_rank or 0,
+            "max_lora_rank": engine.address.max_rank or info.max_lora_rank or 0,
         }
         return reported_state(
             state,

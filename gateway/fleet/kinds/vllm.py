@@ -78,9 +78,13 @@ class Vllm(ForeignKind):
         unload="/v1/unload_lora_adapter",
         is_loaded=lambda status, body, _: status == 200 or (status == 400 and b"already been loaded" in body),
         is_unloaded=lambda status, *_: status in (200, 404),
+        rank_refusal=re.compile(rb"greater than max_lora_rank\s+(\d+)"),
     )
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
+        if not engine.is_up:
+            # It may have been started again with another limit.
+            self.adapters.forget_failures(engine)
         self.adapters.note_running(engine)
         server, prefill = await self.read_server(engine), engine.address.prefill
         if prefill is not None:
@@ -97,6 +101,7 @@ class Vllm(ForeignKind):
             "model": models.base_name(self._services.base_names()),
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
+            "max_lora_rank": engine.address.max_rank or self.adapters.refused_above(engine),
             "adapters_only": MIXES_BASE if server.mixes_base and may_hold_adapters else None,
             **server.state(),
         }

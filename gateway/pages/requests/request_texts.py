@@ -111,6 +111,7 @@ EXPLANATIONS = {
     "shutting_down": "The gateway was stopped, and the request did not end in the time that running requests get.",
     "engine_died": "The engine died with the request, or the connection to it broke.",
     "engine_error": "The engine failed, or its answer was not valid.",
+    "adapter_rank_not_served": "The adapter's rank is larger than the engines serve.",
     "adapter_files_missing": "The adapter store lacks the adapter's files. Check it, or upload the adapter again.",
     ADAPTER_FILES_UNREADABLE: "No engine could read the adapter's files. Check the adapter store.",
     "invalid_body": "The body of the request is not what the route expects.",

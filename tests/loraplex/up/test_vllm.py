@@ -29,7 +29,7 @@ def test_the_operators_flags_replace_the_defaults_and_bound_the_gateway(tmp_path
     assert command[:5] == (str(program), "serve", "/models/tiny", "--served-model-name", "tiny")
     assert command[-3:] == ("--max-cpu-loras=4", "--tensor-parallel-size", "2")
     assert vllm.address(config, "http://127.0.0.1:8001") == (
-        "vllm+http://127.0.0.1:8001?requests=8&adapters=4&key_env=VLLM_API_KEY"
+        "vllm+http://127.0.0.1:8001?requests=8&adapters=4&max_rank=64&key_env=VLLM_API_KEY"
     )
 
 

@@ -220,11 +220,17 @@ async def in_flight(gateway: Gateway, number: int) -> bool:
     return (await gateway.admin.get("/admin/api/engines")).json["data"][0]["in_flight"] == number
 
 
-async def test_what_vllm_refuses_is_told_in_the_clients_terms(both: tuple[Gateway, VllmDouble]):
+async def test_what_vllm_refuses_is_told_in_the_clients_terms(
+    both: tuple[Gateway, VllmDouble], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.fleet.kinds.runtime_adapters.FAILURE_SECONDS", 0.0)
     gateway, vllm = both
     acme = await gateway.tenant("acme")
     [name] = await adapters(acme, 1)
     vllm.fail_loads = "Call to add_lora method failed: LoRA rank 64 is greater than max_lora_rank 16."
+    got = await acme.complete(model=name)
+    assert (got.status, got.error["code"]) == (400, "adapter_rank_not_served")
+    vllm.fail_loads = "Call to add_lora method failed: /adapters/x is damaged."
     got = await acme.complete(model=name)
     assert (got.status, got.error["code"]) == (502, "engine_error")
     assert "/" not in got.error["message"]
