@@ -17,6 +17,7 @@ input = {kind = "fixed", tokens = 8}
 output = {kind = "fixed", tokens = 4}
 [[tenants]]
 name = "globex"
+weight = 2
 arrival = {kind = "closed", concurrency = 2}
 requests = 5
 input = {kind = "fixed", tokens = 8}
@@ -37,5 +38,8 @@ def test_a_scenario_on_the_real_stack(stack: Stack, tmp_path):
     assert run["all"]["errors"] == {}
     assert run["all"]["counts"]["without_usage"] == run["all"]["counts"]["shorter"] == 0
     assert report["isolation"]["acme"]["ratio"] > 0
+    # The demo's tenants have equal weights.
+    assert report["server_weights"] == {"acme": 1, "globex": 1}
+    assert [text for text in report["warnings"] if text.endswith("tenants: acme 1, there 1, globex 2, there 1")]
     shown = out.read_text() + page.read_text() + done.stdout + done.stderr
     assert not [tenant["name"] for tenant in stack.demo["tenants"] if tenant["api_key"] in shown]
