@@ -28,6 +28,7 @@ from gateway.redis.client import Client, connect
 from testing.gateway.check_servers import KeptCheckServer, end_spare
 from testing.gateway.cluster import valkey_cluster
 from testing.gateway.postgres import postgres_server
+from testing.gateway.running import Client as TenantClient
 from testing.gateway.running import Gateway, empty_database, running, save_model, settings
 from testing.gateway.statements import Statements
 from testing.gateway.upstream import Upstream
@@ -236,20 +237,28 @@ async def shared_upstream(starts_servers: None) -> AsyncIterator[Upstream]:
         yield upstream
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_gateway(
-    tmp_path_factory: pytest.TempPathFactory,
-    model_dir: Path,
-    shared_upstream: Upstream,
-    redis_url: str,
-    migrated: Path,
-) -> AsyncIterator[Gateway]:
-    """Start one gateway for a module whose tests are all marked `asyncio(loop_scope="module")`."""
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, migrated: Path) -> Path:
+    """Return the folder of `shared_gateway`, with its database."""
     folder = tmp_path_factory.mktemp("gateway")
     shutil.copy(migrated, folder / "gateway.db")
-    of = settings(folder, model_dir, [shared_upstream.url], redis_url, migrate_on_start=False)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_gateway(
+    shared_folder: Path, model_dir: Path, shared_upstream: Upstream, redis_url: str
+) -> AsyncIterator[Gateway]:
+    """Start one gateway for the module's tests that are marked `asyncio(loop_scope="module")`."""
+    of = settings(shared_folder, model_dir, [shared_upstream.url], redis_url, migrate_on_start=False)
     async with running(of) as gateway:
         yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_tenant(shared_gateway: Gateway) -> TenantClient:
+    """Return the client of the tenant `shared`, for tests whose requests change nothing."""
+    return await shared_gateway.tenant("shared")
 
 
 @pytest.fixture

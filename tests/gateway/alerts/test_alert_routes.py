@@ -4,17 +4,21 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from click.testing import CliRunner
 
 from gateway.alerts.signing import signed_headers
 from loraplex.cli import main
-from testing.gateway.running import ADMIN_KEY, Gateway, until
+from testing.gateway.running import ADMIN_KEY, Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
 from testing.gateway.webhooks import Target, webhook_target
 
 HOOKS = "/admin/api/webhooks"
+SETTINGS: dict[str, Any] = {"webhook_http_hosts": ("127.0.0.1",)}
 
 
 @pytest.fixture
@@ -25,7 +29,17 @@ async def target(starts_servers: None) -> AsyncIterator[Target]:
 
 @pytest.fixture
 async def gateway(serve: Any) -> AsyncIterator[Gateway]:
-    async with serve(webhook_http_hosts=("127.0.0.1",)) as gateway:
+    async with serve(**SETTINGS) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway_with_acme(
+    shared_folder: Path, model_dir: Path, shared_upstream: Upstream, redis_url: str
+) -> AsyncIterator[Gateway]:
+    """Start a gateway with a tenant acme for the tests whose requests change nothing."""
+    async with running(settings(shared_folder, model_dir, [shared_upstream.url], redis_url, **SETTINGS)) as gateway:
+        await gateway.tenant("acme")
         yield gateway
 
 
@@ -111,9 +125,9 @@ async def test_a_test_event_says_how_it_went(gateway: Gateway, target: Target):
         ({"url": "https://a.example/", "other": 1}, "other"),
     ],
 )
-async def test_a_wrong_body_names_the_field(gateway: Gateway, body: dict[str, Any], param: str):
-    await gateway.tenant("acme")
-    answer = await gateway.admin.call("PUT", f"{HOOKS}/w", json=body)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_wrong_body_names_the_field(gateway_with_acme: Gateway, body: dict[str, Any], param: str):
+    answer = await gateway_with_acme.admin.call("PUT", f"{HOOKS}/w", json=body)
     assert answer.status in (400, 404)
     assert answer.error["param"] == param
 

@@ -16,6 +16,7 @@ from tests.gateway.conftest import (  # noqa: F401  (fixtures)
     postgres_url,
     redis_url,
     serve,
+    shared_folder,
     shared_gateway,
     shared_upstream,
     upstream,

@@ -262,8 +262,9 @@ async def test_usage_of_one_tenant_of_all_and_by_a_tenant_itself(run: Run, gatew
         (("usage", "--tenant", "nobody"), "There is no tenant 'nobody'."),
     ],
 )
-async def test_what_the_gateway_refuses_is_one_line(arguments: tuple[str, ...], says: str, run: Run):
-    [line] = (await run(*arguments, code=1)).stderr.splitlines()
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_gateway_refuses_is_one_line(arguments: tuple[str, ...], says: str, shared_gateway: Gateway):
+    [line] = (await runner(shared_gateway)(*arguments, code=1)).stderr.splitlines()
     assert line.startswith("Error: ")
     assert says in line
 

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from testing.adapter_files import CONFIG, write
 from testing.gateway.commands import Run, runner
 from testing.gateway.running import BASE_MODEL, Gateway
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 OTHER = "acme/other-model"
 
 
-@pytest.fixture
-async def run(gateway: Gateway) -> Run:
-    await gateway.tenant("acme")
-    return runner(gateway)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def run(shared_gateway: Gateway) -> Run:
+    await shared_gateway.tenant("acme")
+    return runner(shared_gateway)
 
 
 def adapter(folder: Path, **changes: Any) -> Path:
@@ -29,8 +31,8 @@ async def test_another_base_is_named(form: str, run: Run, tmp_path: Path):
     path = adapter(tmp_path / "adapter", base_model_name_or_path=OTHER)
     if form != "folder":
         path = Path(shutil.make_archive(str(tmp_path / "archive"), form, path))
-    done = await run("adapter", "push", "pirate", str(path), "--tenant", "acme")
-    assert done.stdout.startswith("pushed pirate version 1")
+    done = await run("adapter", "push", f"pirate-{form}", str(path), "--tenant", "acme")
+    assert done.stdout.startswith(f"pushed pirate-{form} version 1")
     expected = f"'{OTHER}', and it is served on '{BASE_MODEL}'; is that the same model?"
     assert done.stderr == f"warning: its config names the base model {expected}\n"
 

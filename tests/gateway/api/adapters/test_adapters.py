@@ -81,13 +81,15 @@ FORMS: dict[str, Callable[[dict[str, bytes]], dict[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-async def test_an_upload_is_used_by_the_next_request(form: str, acme: Client, upstream: Upstream):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_upload_is_used_by_the_next_request(form: str, shared_gateway: Gateway, shared_upstream: Upstream):
+    acme = await shared_gateway.tenant(f"acme-{list(FORMS).index(form)}")
     made = await push(acme, "pirate", FORMS[form](files()))
     assert made.status == 201, made.body
     assert (made.json["name"], made.json["version"], made.json["rank"]) == ("pirate", 1, 4)
     got = await acme.chat(model="pirate")
     assert (got.status, got.json["model"]) == (200, "pirate")
-    assert upstream.requests[-1][1]["model"] == made.json["digest"]
+    assert shared_upstream.requests[-1][1]["model"] == made.json["digest"]
     assert made.json["digest"].startswith("sha256:")
     assert (await acme.get("/v1/adapters")).json["data"] == [made.json]
     assert [m["id"] for m in (await acme.get("/v1/models")).json["data"]] == ["base", "pirate"]
@@ -146,8 +148,9 @@ async def test_an_admin_pushes_for_a_tenant(gateway: Gateway, acme: Client):
 
 
 @pytest.mark.parametrize("name", ["", "UPPER", "../up", "a b", "a" * 65, "a" * 2000, "base"])
-async def test_a_name_that_is_none(name: str, acme: Client):
-    got = await push(acme, name, files())
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_name_that_is_none(name: str, shared_tenant: Client):
+    got = await push(shared_tenant, name, files())
     assert (got.status, got.error["param"]) == (400, "name")
 
 
@@ -179,15 +182,16 @@ def tree(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", BAD)
-async def test_what_is_no_adapter_is_refused_by_name(kind: str, acme: Client, tmp_path: Path):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_no_adapter_is_refused_by_name(kind: str, shared_tenant: Client, shared_folder: Path):
     parts, param = BAD[kind]
-    before = tree(tmp_path)
-    got = await push(acme, "bad", parts)
+    before = tree(shared_folder)
+    got = await push(shared_tenant, "bad", parts)
     assert got.status == 400, got.body
     assert got.error["param"] == param
     assert got.error["type"] == "invalid_request_error"
-    assert (await acme.get("/v1/adapters")).json["data"] == []
-    assert tree(tmp_path) - before <= {"gateway.db-wal", "gateway.db-shm"}
+    assert (await shared_tenant.get("/v1/adapters")).json["data"] == []
+    assert tree(shared_folder) - before <= {"gateway.db-wal", "gateway.db-shm"}
 
 
 async def test_an_adapter_for_another_base(acme: Client):
@@ -209,8 +213,9 @@ async def test_an_adapter_for_another_base(acme: Client):
         ({"data": aiohttp.FormData({"file": "x"}, default_to_multipart=True)}, "name"),
     ],
 )
-async def test_a_form_that_is_none(options: dict[str, Any], param: str | None, acme: Client):
-    got = await acme.call("POST", "/v1/adapters", **options)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_form_that_is_none(options: dict[str, Any], param: str | None, shared_tenant: Client):
+    got = await shared_tenant.call("POST", "/v1/adapters", **options)
     assert got.status == 400, got.body
     assert got.error["param"] == param
 

@@ -91,8 +91,9 @@ async def test_a_limited_key_sees_only_the_requests_of_its_models(gateway: Gatew
         ("who=x", "who"),
     ],
 )
-async def test_bad_filters_are_named(gateway: Gateway, query: str, param: str):
-    for client, path in ((gateway.admin, "/admin/api/requests"), (await gateway.tenant("acme"), "/v1/requests")):
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_filters_are_named(shared_gateway: Gateway, shared_tenant: Client, query: str, param: str):
+    for client, path in ((shared_gateway.admin, "/admin/api/requests"), (shared_tenant, "/v1/requests")):
         answer = await client.get(f"{path}?{query}")
         assert (answer.status, answer.error["param"]) == (400, param)
 
@@ -132,6 +133,7 @@ async def test_activity(gateway: Gateway):
         ("since=1970-01-01", "step"),
     ],
 )
-async def test_bad_questions_about_activity_are_named(gateway: Gateway, query: str, param: str):
-    answer = await gateway.admin.get(f"/admin/api/activity?{query}")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bad_questions_about_activity_are_named(shared_gateway: Gateway, query: str, param: str):
+    answer = await shared_gateway.admin.get(f"/admin/api/activity?{query}")
     assert (answer.status, answer.error["param"]) == (400, param)

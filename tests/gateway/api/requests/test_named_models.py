@@ -96,7 +96,8 @@ async def test_what_is_wrong_with_a_models_limits_names_the_model(gateway: Gatew
         '{"model_limits": {"m": {"x": 1}, "m": {}}}',
     ],
 )
-async def test_a_body_that_has_no_such_model_in_the_end_is_refused_as_well(body: str, gateway: Gateway):
-    await gateway.tenant("acme")
-    refused = await gateway.admin.call("PATCH", "/admin/api/tenants/acme", data=body)
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.usefixtures("shared_tenant")
+async def test_a_body_that_has_no_such_model_in_the_end_is_refused_as_well(body: str, shared_gateway: Gateway):
+    refused = await shared_gateway.admin.call("PATCH", "/admin/api/tenants/shared", data=body)
     assert (refused.status, refused.error["message"]) == (400, "model_limits[...].x: there is no such field.")
