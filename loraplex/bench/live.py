@@ -1,12 +1,14 @@
 """Progress of a run on stderr: a line that is rewritten on a terminal, else a line every ten seconds."""
 
 import asyncio
+import os
 import sys
 import time
 
 from loraplex.bench.run import Run
 
 PERIOD_TERMINAL, PERIOD_PLAIN = 0.5, 10.0
+DEFAULT_COLUMNS = 80
 
 
 async def show(run: Run, title: str) -> None:
@@ -21,9 +23,20 @@ async def show(run: Run, title: str) -> None:
             rate = (run.progress.tokens - tokens) / (now - since)
             tokens, since = run.progress.tokens, now
             line = f"{title}: {now - started:.0f} s, {run.progress.line()}, {rate:.0f} output tok/s"
-            sys.stderr.write(f"\r{line:<100}" if is_terminal else line + "\n")
+            sys.stderr.write(_rewritten(line) if is_terminal else line + "\n")
             sys.stderr.flush()
     finally:
         if is_terminal:
-            sys.stderr.write("\r" + " " * 100 + "\r")
+            sys.stderr.write(_rewritten("") + "\r")
             sys.stderr.flush()
+
+
+def _rewritten(line: str) -> str:
+    """Return the text that replaces the terminal's line, cut so that it does not continue on a second one."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except OSError:
+        columns = 0
+    # A terminal that does not know its size reports 0. The last column stays free: some terminals wrap after it.
+    room = (columns or DEFAULT_COLUMNS) - 1
+    return f"\r{line[:room]:<{room}}"

@@ -1,9 +1,16 @@
 """The progress of a run on stderr."""
 
 import asyncio
+import fcntl
 import io
+import pty
+import struct
 import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 
@@ -14,25 +21,33 @@ from loraplex.bench.workload import Workload
 
 LOAD = Workload(n=4).load([Target("acme", None, "a0")])
 # Times are those of the double: two seconds pass in each period.
-LINES = [f"{2 * n} s, {4 * n} sent, {2 * n} done, {n} failed, {n} in flight, 25 output tok/s" for n in (1, 2, 3)]
-BLANK = "\r" + " " * 100 + "\r"
+LINES = [
+    f"run 1 of 3: {2 * n} s, {4 * n} sent, {2 * n} done, {n} failed, {n} in flight, 25 output tok/s" for n in (1, 2, 3)
+]
 
 
-class Screen(io.StringIO):
-    """Stderr that says whether it is a terminal."""
+@contextmanager
+def terminal(columns: int) -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """Open a pseudo-terminal of so many columns: its screen, and a function that closes it and returns its text."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with open(slave, "w") as screen, open(master, "rb", buffering=0) as other_end:
 
-    def __init__(self, *, is_terminal: bool) -> None:
-        super().__init__()
-        self._is_terminal = is_terminal
+        def text() -> str:
+            screen.close()
+            found = b""
+            # A terminal without writers ends with an error, after all that they wrote.
+            with suppress(OSError):
+                while piece := other_end.read(4096):
+                    found += piece
+            return found.decode()
 
-    def isatty(self) -> bool:
-        return self._is_terminal
+        yield screen, text
 
 
-async def shown(monkeypatch: pytest.MonkeyPatch, periods: int, *, is_terminal: bool) -> tuple[str, list[float]]:
-    """Return the text of so many periods, each with 50 tokens, 2 answers and a failure in 2 s; and the sleeps."""
+async def show(monkeypatch: pytest.MonkeyPatch, screen: TextIO, periods: int) -> list[float]:
+    """Show so many periods, each with 50 tokens, 2 answers and a failure in 2 s. Return the sleeps."""
     run, slept, moments = Run(LOAD), list[float](), iter(range(100, 1000, 2))
-    screen = Screen(is_terminal=is_terminal)
 
     async def sleep(seconds: float) -> None:
         if len(slept) == periods:
@@ -46,18 +61,27 @@ async def shown(monkeypatch: pytest.MonkeyPatch, periods: int, *, is_terminal: b
     monkeypatch.setattr(live, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
     with pytest.raises(asyncio.CancelledError):
         await live.show(run, "run 1 of 3")
-    return screen.getvalue(), slept
+    return slept
 
 
-async def test_a_terminal_has_one_line_that_is_rewritten_and_erased_at_the_end(monkeypatch):
-    text, slept = await shown(monkeypatch, 2, is_terminal=True)
+@pytest.mark.parametrize("columns", [40, 80, 120])
+async def test_a_terminal_has_one_line_within_its_width_that_is_rewritten_and_erased_at_the_end(columns, monkeypatch):
+    with terminal(columns) as (screen, text_of):
+        slept = await show(monkeypatch, screen, 2)
+        text = text_of()
     assert slept == [0.5, 0.5]
-    assert "\n" not in text
-    first, second = (f"run 1 of 3: {line}" for line in LINES[:2])
-    assert text == f"\r{first:<100}\r{second:<100}{BLANK}"
+    room = columns - 1
+    assert text == "".join(f"\r{line[:room]:<{room}}" for line in (*LINES[:2], "")) + "\r"
+
+
+async def test_a_terminal_that_does_not_know_its_size_has_eighty_columns(monkeypatch):
+    with terminal(0) as (screen, text_of):
+        await show(monkeypatch, screen, 1)
+        text = text_of()
+    assert text == f"\r{LINES[0]:<79}\r{'':<79}\r"
 
 
 async def test_a_file_has_a_line_every_ten_seconds(monkeypatch):
-    text, slept = await shown(monkeypatch, 3, is_terminal=False)
-    assert slept == [10.0, 10.0, 10.0]
-    assert text == "".join(f"run 1 of 3: {line}\n" for line in LINES)
+    screen = io.StringIO()
+    assert await show(monkeypatch, screen, 3) == [10.0, 10.0, 10.0]
+    assert screen.getvalue() == "".join(f"{line}\n" for line in LINES)
