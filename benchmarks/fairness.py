@@ -33,7 +33,8 @@ from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, text_of
 from benchmarks.hostile.place import of_stack
 from benchmarks.plot import Bar, bar_chart
 from benchmarks.report_file import run_facts
-from loraplex.bench.metrics import percentile
+from loraplex.bench.isolation import wait_ratio
+from loraplex.bench.metrics import wait_at
 from loraplex.models import ensure_demo_model
 from testing.ports import free_port
 from testing.stack import CACHE, Stack, data_dir, loraplex
@@ -59,7 +60,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of one run. value: infinite if the run ended before the request was served."""
+    """A figure of one run. value: infinite if it is the wait of a request without a first token."""
 
     name: str
     unit: str
@@ -121,11 +122,9 @@ def figures(report: dict[str, Any]) -> list[Figure]:
     closed = {s["name"] for s in report["load"]["sources"] if s["arrival"]["kind"] == "closed"}
     for name, tenant in run["tenants"].items():
         if name not in closed:
-            with_others = ttfts(run, name)
-            found += [Figure(f"{name}: TTFT p{p}", "s", percentile(with_others, p)) for p in (50, 99)]
+            found += [Figure(f"{name}: TTFT p{p}", "s", wait_at(tenant, f"p{p}")) for p in (50, 99)]
             if report["baseline"] and name in report["baseline"]["tenants"]:
-                without, beside = (percentile(ttfts(r, name), 99) for r in (report["baseline"], run))
-                ratio = beside / without if beside and without and math.isfinite(without) else None
+                ratio = wait_ratio(report["baseline"]["tenants"][name], tenant)
                 found.append(Figure(f"{name}: p99 over p99 alone", "", ratio))
         if len(closed) > 1 or name not in closed:
             share = fairness["tenants"][name]["of_entitled"]
@@ -157,13 +156,6 @@ def _overhead(overhead: dict[str, Any] | None) -> list[Figure]:
         *(Figure(f"{GENERATOR}: adds to a TTFT, p{p}", "ms", None if s is None else 1000 * s) for p, s in added),
         Figure(f"{GENERATOR}: most requests a second", "", overhead["max_requests_per_second"]),
     ]
-
-
-def ttfts(run: dict[str, Any], tenant: str) -> list[float]:
-    """Return the times to first token of a tenant's requests; infinite for those without one when the run ended."""
-    known = [seconds for _, seconds in run["ttft_points"][tenant]]
-    cut = run["tenants"][tenant]["completed"] + run["tenants"][tenant]["unfinished"] - len(known)
-    return known + [math.inf] * max(0, cut)
 
 
 def table(scenario: str, rounds: dict[str, list[list[Figure]]]) -> str:
@@ -282,8 +274,8 @@ def write(out: Path, results: Results, device: str, seconds: float) -> None:
         f"# Fairness through the whole service, {facts['date']}\n\n"
         f"{facts['cores']} {facts['machine']} cores, device {device}, SmolLM2-135M, {SEATS} seats, at "
         f"{facts['commit']}. Command: `{facts['command']}` ({seconds / 60:.0f} minutes). Cells: median (least to "
-        "greatest) of the rounds. `not served`: the run ended first. Service: prompt tokens and twice the answers' "
-        "tokens. "
+        "greatest) of the rounds. `not served`: refused, failed or unfinished without a first token. Service: prompt "
+        "tokens and twice the answers' tokens. "
         f"[Figures of each run]({out.name}.json), [plot]({out.name}.svg); "
         "[design/bench.md](../design/bench.md) defines the figures.\n"
     )

@@ -178,16 +178,22 @@ class Load:
         return " ".join(random.choices(WORDS, k=planned.input_tokens))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the plan; of an endless closed loop, its first thousand requests count."""
+        """Return the SHA-256 of the planned requests; of an endless closed loop, its first thousand count.
+
+        A comparison compares the other conditions of a run by name: weights, targets, time-outs and the like.
+        """
         # The seed stands for the prompts' words.
-        digest = hashlib.sha256(f"{self.seed} {self.seconds} {self.api}\n".encode())
-        for source in self.sources:
-            digest.update(f"{source.name} {source.arrival}\n".encode())
-            for p in itertools.islice(self.plan(source), DIGESTED if is_endless(source) else None):
-                digest.update(
-                    f"{p.target.tenant} {p.at} {p.target.model} {p.input_tokens} {p.output_tokens}\n".encode()
-                )
+        lines = itertools.chain([f"{self.seed} {self.seconds} {self.api}\n"], *map(self._digested, self.sources))
+        digest = hashlib.sha256()
+        for line in lines:
+            # A name of a JSON file may have a lone surrogate, which UTF-8 cannot encode.
+            digest.update(line.encode(errors="backslashreplace"))
         return digest.hexdigest()
+
+    def _digested(self, source: Source) -> Iterator[str]:
+        yield f"{source.name} {source.arrival}\n"
+        for p in itertools.islice(self.plan(source), DIGESTED if is_endless(source) else None):
+            yield f"{p.target.tenant} {p.at} {p.target.model} {p.input_tokens} {p.output_tokens}\n"
 
     def rows(self) -> list[Row]:
         """Return the plan of the open-loop sources as rows of a trace, in the order of their times."""

@@ -24,12 +24,20 @@ def spread(values: Iterable[float]) -> dict[str, float | None]:
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys(("mean", *(f"p{p}" for p in PERCENTILES), "max"))
-    ranks = {f"p{p}": ordered[max(0, math.ceil(p / 100 * len(ordered)) - 1)] for p in PERCENTILES}
+    ranks = {f"p{p}": percentile(ordered, p) for p in PERCENTILES}
     return {"mean": math.fsum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
 
 
 def ttft(sample: Sample) -> float | None:
     return None if sample.first is None else sample.first - sample.due
+
+
+def waits(samples: Iterable[Sample]) -> list[float]:
+    """Return each request's time to first token, infinite for a request without one: refused, timed out or unfinished.
+
+    Percentiles of only the served requests would fall as a server refuses more.
+    """
+    return [math.inf if (value := ttft(sample)) is None else value for sample in samples]
 
 
 def tpot(sample: Sample) -> float | None:
@@ -70,6 +78,8 @@ def figures(samples: Sequence[Sample], seconds: float, slos: Mapping[str, Slo]) 
         "output_tokens": output,
         "output_tokens_per_second": output * rate,
         "total_tokens_per_second": (prompt + output) * rate,
+        "without_first_token": sum(1 for s in samples if s.first is None),
+        "wait": {name: finite(value) for name, value in spread(waits(samples)).items()},
         "ttft": spread(value for s in done if (value := ttft(s)) is not None),
         "inter_token": spread(gap for s in done for gap in gaps(s)),
         "tpot": spread(value for s in done if (value := tpot(s)) is not None),
@@ -78,6 +88,20 @@ def figures(samples: Sequence[Sample], seconds: float, slos: Mapping[str, Slo]) 
         "errors": dict(Counter(s.error.kind for s in failed if s.error is not None).most_common()),
         "counts": _counts(done),
     }
+
+
+def finite(value: float | None) -> float | None:
+    """Return a value as JSON, which has no infinity: None for an infinite one."""
+    return None if value is None or math.isinf(value) else value
+
+
+def wait_at(figures_: Mapping[str, Any], p: str) -> float | None:
+    """Return a percentile such as `p99` of the waits in a report's figures.
+
+    Infinite if the percentile's request had no first token; None without requests.
+    """
+    value: float | None = figures_["wait"][p]
+    return math.inf if value is None and figures_["requests"] else value
 
 
 def _goodput(samples: Sequence[Sample], slos: Mapping[str, Slo], rate: float) -> dict[str, float] | None:

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from loraplex.bench.svg import plot
-from loraplex.bench.table import milliseconds, overhead_line
+from loraplex.bench.table import TOTAL, isolated, milliseconds, overhead_line
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --line: #d5d9de; --soft: #5b646e;
@@ -64,7 +64,7 @@ def _run(run: Mapping[str, Any], title: str) -> str:
     }
     parts = [
         f"<h2>{escape(title)}</h2>",
-        _figures({"all": run["all"]} | dict(run["tenants"])),
+        _figures([(TOTAL, run["all"]), *run["tenants"].items()]),
         _errors(run["all"]["errors"]),
         _fairness(fairness) if len(run["tenants"]) > 1 else "",
         plot(service, "seconds", "Service received, weighted tokens"),
@@ -90,14 +90,15 @@ def _distribution(points: Sequence[tuple[float, float]]) -> list[tuple[float, fl
     return [(value, 100 * (number + 1) / len(values)) for number, value in enumerate(values)]
 
 
-def _figures(groups: Mapping[str, Mapping[str, Any]]) -> str:
-    head = ["", "requests", "failed", "requests/s", "output tok/s", "goodput"]
+def _figures(groups: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    head = ["", "requests", "failed", "requests/s", "output tok/s", "total tok/s", "goodput"]
     head += [f"{kind.replace('_', ' ')} {p}" for kind in LATENCIES for p in ("mean", "p50", "p90", "p99")]
     rows = []
-    for name, figures in groups.items():
+    for name, figures in groups:
         good = figures["goodput"]
         cells = [name, str(figures["completed"]), str(figures["failed"]), f"{figures['requests_per_second']:.2f}"]
-        cells += [f"{figures['output_tokens_per_second']:.1f}", "-" if good is None else f"{100 * good['share']:.1f} %"]
+        cells += [f"{figures[f'{kind}_tokens_per_second']:.1f}" for kind in ("output", "total")]
+        cells += ["-" if good is None else f"{100 * good['share']:.1f} %"]
         cells += [milliseconds(figures[kind][p]) for kind in LATENCIES for p in ("mean", "p50", "p90", "p99")]
         rows.append(cells)
     return _table(head, rows)
@@ -119,7 +120,10 @@ def _fairness(fairness: Mapping[str, Any]) -> str:
         )
     parts = [_table(["tenant", "weight", "service", "entitled", "of entitled"], rows)]
     if fairness["jain_entitled"] is not None:
-        parts.append(f"<p>Jain's index: {fairness['jain_entitled']:.3f} of service by entitlement.</p>")
+        parts.append(
+            f"<p>Jain's index: {fairness['jain_entitled']:.3f} of service by entitlement, "
+            f"{fairness['jain_service']:.3f} of service by weight.</p>"
+        )
     if (difference := fairness["largest_difference"]) is not None:
         parts.append(
             f"<p>Largest service difference of backlogged tenants in {fairness['window']:.3g} s: "
@@ -134,7 +138,7 @@ def _isolation(isolation: Mapping[str, Any] | None) -> str:
         return ""
     rows = [
         [
-            *(name, milliseconds(figures["ttft_p99_without"]), milliseconds(figures["ttft_p99_with"])),
+            *(name, isolated(figures, "without"), isolated(figures, "with")),
             "-" if figures["ratio"] is None else f"{figures['ratio']:.2f}",
         ]
         for name, figures in isolation.items()

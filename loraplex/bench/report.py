@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from loraplex.bench.fairness import fairness
+from loraplex.bench.isolation import isolation, isolation_warnings, ratios
 from loraplex.bench.load import Load, Source, is_endless
-from loraplex.bench.metrics import figures, spread, ttft
+from loraplex.bench.metrics import figures, finite, spread, ttft
 from loraplex.bench.monitor import BUSY_CPU, LATE_SECONDS, Monitor
 from loraplex.bench.run import Run
 from loraplex.bench.sending import UNFINISHED, Sample
@@ -37,12 +38,15 @@ COMPARED: tuple[tuple[str, bool], ...] = (
     ("latency.p50", False),
     ("latency.p99", False),
     ("failed", False),
+    ("without_first_token", False),
 )
 COMPARED_FAIRNESS: tuple[tuple[str, bool], ...] = (
     ("jain_entitled", True),
     ("jain_service", True),
     ("largest_difference.of_mean", False),
 )
+# Figure of a baseline's tenant in the summary: its p99 wait beside the others over the one without them.
+ISOLATION = "isolation.ratio"
 
 
 def run_report(run: Run) -> dict[str, Any]:
@@ -98,7 +102,10 @@ def load_report(load: Load) -> dict[str, Any]:
         "api": load.api,
         "timeout": load.timeout,
         "drain": load.drain,
+        "ignore_eos": load.ignore_eos,
+        "window": load.window,
         "service": {"input": load.input_weight, "output": load.output_weight},
+        "tenants": {t.name: {"weight": t.weight, "slo": msgspec.to_builtins(t.slo)} for t in load.tenants},
         "sources": [_source_report(source) for source in load.sources],
         "plan": {
             "sha256": load.digest(),
@@ -123,19 +130,6 @@ def _source_report(source: Source) -> dict[str, Any]:
     }
 
 
-def isolation(baseline: dict[str, Any], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return each baseline tenant's p99 TTFT with and without the tenants that the baseline leaves out."""
-    found = {}
-    for name, alone in baseline["tenants"].items():
-        without = alone["ttft"]["p99"]
-        values = [run["tenants"][name]["ttft"]["p99"] for run in runs]
-        known = [value for value in values if value is not None]
-        beside = statistics.median(known) if known else None
-        ratio = beside / without if beside is not None and without else None
-        found[name] = {"ttft_p99_without": without, "ttft_p99_with": beside, "ratio": ratio}
-    return found
-
-
 def value_at(figures_: dict[str, Any], path: str) -> float | None:
     """Return the number at a path like `ttft.p99`, None where a part is missing."""
     value: Any = figures_
@@ -146,12 +140,19 @@ def value_at(figures_: dict[str, Any], path: str) -> float | None:
     return value
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return median, least and greatest value of each compared figure over the runs: of all, and of each tenant."""
-    names = list(runs[0]["tenants"]) if runs else []
+def summary(runs: Sequence[dict[str, Any]], baseline: dict[str, Any] | None) -> dict[str, Any]:
+    """Return median, least and greatest value of each compared figure over the runs: of all, and of each tenant.
+
+    A baseline's tenants have a ratio too, null if infinite.
+    """
+    own = {name: [run["tenants"][name] for run in runs] for name in (runs[0]["tenants"] if runs else ())}
+    tenants = {name: _medians(groups, COMPARED) for name, groups in own.items()}
+    for name, alone in (baseline["tenants"] if baseline and runs else {}).items():
+        if times := ratios(alone, own[name]):
+            tenants[name][ISOLATION] = _range(times)
     return {
         "all": _medians([run["all"] for run in runs], COMPARED),
-        "tenants": {name: _medians([run["tenants"][name] for run in runs], COMPARED) for name in names},
+        "tenants": tenants,
         "fairness": _medians([run["fairness"] for run in runs], COMPARED_FAIRNESS),
     }
 
@@ -161,8 +162,13 @@ def _medians(groups: Sequence[dict[str, Any]], paths: Sequence[tuple[str, bool]]
     for path, _ in paths:
         values = [value for group in groups if (value := value_at(group, path)) is not None]
         if values:
-            found[path] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+            found[path] = _range(values)
     return found
+
+
+def _range(values: Sequence[float]) -> dict[str, float | None]:
+    measures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: finite(value) for name, value in measures.items()}
 
 
 def warnings(report: dict[str, Any]) -> list[str]:
@@ -187,7 +193,7 @@ def warnings(report: dict[str, Any]) -> list[str]:
             found.append(f"{where}{counts['longer']} answers were longer than their max_tokens")
         if counts["shorter"]:
             found.append(f"{where}{counts['shorter']} answers were shorter than planned")
-    return found
+    return [*found, *isolation_warnings(report["isolation"] or {})]
 
 
 def make_report(
@@ -200,7 +206,7 @@ def make_report(
         "server": server,
         "load": load_report(load),
         "runs": list(runs),
-        "summary": summary(runs),
+        "summary": summary(runs, baseline),
         "baseline": baseline,
         "isolation": isolation(baseline, runs) if baseline is not None and runs else None,
     }

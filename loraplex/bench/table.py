@@ -1,13 +1,16 @@
 """A report's table for the terminal."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import click
+from loraplex.bench.terminal import echo, print_table
 
 HEADINGS = (
     *("", "requests", "failed", "output tok/s", "total tok/s", "TTFT p50", "p99"),
     *("inter-token p50", "p99", "latency p50", "p99"),
 )
+# Heading of the figures of all tenants' requests. A scenario's tenant cannot have this name: it has a space.
+TOTAL = "all requests"
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -16,28 +19,21 @@ def print_report(report: dict[str, Any]) -> None:
         _print_run(report["runs"][-1])
     if report["isolation"]:
         for name, figures in report["isolation"].items():
-            click.echo(
-                f"isolation of {name}: p99 TTFT {milliseconds(figures['ttft_p99_with'])} beside the others, "
-                f"{milliseconds(figures['ttft_p99_without'])} without{_times(figures['ratio'])}"
+            echo(
+                f"isolation of {name}: p99 TTFT {isolated(figures, 'with')} beside the others, "
+                f"{isolated(figures, 'without')} without{_times(figures['ratio'])}"
             )
     if len(report["runs"]) > 1:
         _print_spread(report)
     if report.get("overhead"):
-        click.echo(overhead_line(report["overhead"]))
+        echo(overhead_line(report["overhead"]))
     for warning in report["warnings"]:
-        click.echo(f"warning: {warning}")
+        echo(f"warning: {warning}")
 
 
 def _print_run(run: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if not heading else "right")
-    rows = {"all": run["all"]} | (run["tenants"] if len(run["tenants"]) > 1 else {})
-    for name, figures in rows.items():
-        table.add_row(
+    rows = [
+        (
             name,
             str(figures["completed"]),
             str(figures["failed"]),
@@ -45,31 +41,35 @@ def _print_run(run: dict[str, Any]) -> None:
             f"{figures['total_tokens_per_second']:.1f}",
             *(milliseconds(figures[kind][p]) for kind in ("ttft", "inter_token", "latency") for p in ("p50", "p99")),
         )
-    Console(width=130, highlight=False).print(table)
+        for name, figures in [(TOTAL, run["all"]), *(run["tenants"].items() if len(run["tenants"]) > 1 else ())]
+    ]
+    print_table(HEADINGS, rows, left={0}, width=130)
     for kind, count in run["all"]["errors"].items():
-        click.echo(f"failed: {count} of {kind}")
+        echo(f"failed: {count} of {kind}")
     if run["all"]["goodput"]:
         good = run["all"]["goodput"]
-        click.echo(
-            f"goodput: {100 * good['share']:.1f} % within the targets, {good['requests_per_second']:.2f} a second"
-        )
+        echo(f"goodput: {100 * good['share']:.1f} % within the targets, {good['requests_per_second']:.2f} a second")
     if len(run["tenants"]) > 1:
         _print_fairness(run["fairness"])
+
+
+def isolated(figures: Mapping[str, Any], side: str) -> str:
+    """Return a tenant's p99 wait `with` or `without` the others; its null means that the request was not served."""
+    seconds = figures[f"ttft_p99_{side}"]
+    return "not served" if seconds is None and figures[f"unserved_{side}"] else milliseconds(seconds)
 
 
 def _print_fairness(fairness: dict[str, Any]) -> None:
     for name, tenant in fairness["tenants"].items():
         share = tenant["of_entitled"]
-        click.echo(
+        echo(
             f"service of {name}: {tenant['service']:.0f} weighted tokens at weight {tenant['weight']:g}"
             + ("" if share is None else f", {100 * share:.1f} % of its max-min share")
         )
     if (index := fairness["jain_entitled"]) is not None:
-        click.echo(
-            f"fairness (Jain): {index:.3f} of max-min shares, {fairness['jain_service']:.3f} of weighted service"
-        )
+        echo(f"fairness (Jain): {index:.3f} of max-min shares, {fairness['jain_service']:.3f} of weighted service")
     if (difference := fairness["largest_difference"]) is not None:
-        click.echo(
+        echo(
             f"largest service difference of backlogged tenants in {fairness['window']:.3g} s: "
             f"{difference['tokens']:.0f} weighted tokens ({100 * difference['of_mean']:.0f} % of their mean), "
             f"{' and '.join(difference['tenants'])}"
@@ -77,9 +77,9 @@ def _print_fairness(fairness: dict[str, Any]) -> None:
 
 
 def _print_spread(report: dict[str, Any]) -> None:
-    click.echo(f"{len(report['runs'])} runs, median (least to greatest):")
+    echo(f"{len(report['runs'])} runs, median (least to greatest):")
     for path, value in (report["summary"]["all"] | report["summary"]["fairness"]).items():
-        click.echo(f"  {path}: {value['median']:.4g} ({value['min']:.4g} to {value['max']:.4g})")
+        echo(f"  {path}: {value['median']:.4g} ({value['min']:.4g} to {value['max']:.4g})")
 
 
 def overhead_line(overhead: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,9 @@ SHORT_FORM = (*(name for name in options(Workload) if name != "seed"), "models")
 @click.pass_context
 def bench(context: click.Context, /, **flags: Any) -> None:
     """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
-    from loraplex.bench.page import html_page
     from loraplex.bench.run import BenchError
     from loraplex.bench.scenario import ScenarioError
     from loraplex.bench.session import run_benchmark
-    from loraplex.bench.table import print_report
 
     if flags["compare"]:
         _compare(*flags["compare"])
@@ -96,21 +95,32 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             raise click.UsageError(str(error)) from error
         except BenchError as error:
             raise click.ClickException(printable(str(error))) from error
-        print_report(report)
-        if flags["json_path"]:
-            flags["json_path"].write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-        if flags["html"]:
-            flags["html"].write_text(html_page(report))
+        _output(report, flags["json_path"], flags["html"])
     _exit(report, accept_errors=flags["accept_errors"])
 
 
+def _output(report: dict[str, Any], json_path: Path | None, html: Path | None) -> None:
+    """Write the report's files and print it. Each is tried even if another fails: a run may have taken hours."""
+    from loraplex.bench.page import html_page
+    from loraplex.bench.table import print_report
+
+    # The last callback runs first: a closed pipe or a signal during the printing leaves whole files.
+    with ExitStack() as outputs:
+        outputs.callback(print_report, report)
+        if html:
+            outputs.callback(lambda: html.write_text(html_page(report), encoding="utf-8", errors="backslashreplace"))
+        if json_path:
+            outputs.callback(lambda: json_path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n"))
+
+
 def _compare(before: Path, after: Path) -> None:
-    from loraplex.bench.compare import CompareError, print_comparison, read_report
+    from loraplex.bench.compare import print_comparison
+    from loraplex.bench.report_file import CompareError, read_report
 
     try:
         print_comparison(read_report(before), read_report(after))
     except CompareError as error:
-        raise click.UsageError(f"--compare: {error}") from error
+        raise click.UsageError(printable(f"--compare: {error}")) from error
 
 
 def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
@@ -282,5 +292,5 @@ def _exit(report: dict[str, Any], *, accept_errors: bool) -> None:
     if failed and not accept_errors:
         first = next(run["first_error"] for run in runs if run["first_error"])
         raise click.ClickException(
-            f"{failed} of {sum(run['all']['requests'] for run in runs)} requests failed; the first: {first}"
+            f"{failed} of {sum(run['all']['requests'] for run in runs)} requests failed; the first: {printable(first)}"
         )

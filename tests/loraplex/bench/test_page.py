@@ -1,53 +1,39 @@
-"""The HTML page and the comparison of two reports."""
+"""The HTML page of a report."""
 
-import json
 import re
-from array import array
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from loraplex.bench.compare import changes
-from loraplex.bench.load import Load, PlannedRequest, Target
 from loraplex.bench.page import html_page
-from loraplex.bench.report import isolation, make_report, run_report
-from loraplex.bench.run import Run
 from loraplex.bench.sending import Failure, Sample
 from loraplex.bench.svg import plot, ticks
 from loraplex.bench.table import print_report
-from loraplex.bench.workload import Workload
-from loraplex.cli import main
+from testing.bench_reports import HOSTILE, answered, failed, load_of, report_of, run_of
 
-TARGETS = (Target("acme", "secret-a", "m"), Target("<b>globex", "secret-b", "m"))
-LOAD = Workload(n=4).load(TARGETS)
-
-
-def run(ttft: float, load: Load = LOAD) -> dict:
-    """Return a run of one request of each tenant, and one that failed."""
-    samples = []
-    for target in TARGETS:
-        planned = PlannedRequest("all", 0, None, target, 8, 3)
-        times = array("d", [ttft, ttft + 0.1, ttft + 0.2])
-        samples.append(Sample(planned, 0.0, 0.0, times[-1], times, 8, 3))
-    samples.append(Sample(planned, 0.5, 0.5, 0.6, error=Failure("http 429", "<script>")))
-    return run_report(Run(load, samples, seconds=2.0))
+NAMES = ("acme", "<b>globex")
+LOAD = load_of(*NAMES)
 
 
-def report(*ttfts: float, seed: int = 0, baseline: float | None = None) -> dict:
-    load = Workload(n=4, seed=seed).load(TARGETS)
-    about = {"name": "x", "description": "<i>", "started": "now", "loraplex": "0", "overhead": None}
-    alone = None if baseline is None else run(baseline)
-    return make_report("http://x", load, [run(ttft) for ttft in ttfts], alone, **about)
+def samples(ttft: float) -> list[Sample]:
+    """Return an answer for each tenant, and a request that failed."""
+    return [*(answered(name, ttft) for name in NAMES), failed(NAMES[1], Failure("http 429", "<script>"), 0.5)]
+
+
+def report(*ttfts: float, baseline: float | None = None) -> dict[str, Any]:
+    alone = None if baseline is None else run_of(LOAD, samples(baseline))
+    return report_of(LOAD, [samples(ttft) for ttft in ttfts], alone)
 
 
 class Tags(HTMLParser):
-    """Names of all tags, and a check that each is closed."""
+    """Names of all tags and texts of all cells, and a check that each tag is closed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
         self.open: list[str] = []
+        self.cells: list[str] = []
 
     def handle_starttag(self, tag, attrs):
         self.names.add(tag)
@@ -56,6 +42,10 @@ class Tags(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
 
     def handle_startendtag(self, tag, attrs):
         self.names.add(tag)
@@ -74,6 +64,50 @@ def test_the_page_is_whole_and_needs_nothing_else():
     assert "secret" not in page
 
 
+def test_hostile_texts_are_texts_on_the_page():
+    texts = [*HOSTILE, "'><script>", "</svg><img src=x>"]
+    load = load_of(*texts)
+    every = [*(answered(name, 1.0) for name in texts), failed(texts[0], Failure("http 500", "<img>"))]
+    alone = run_of(load, [answered(name, 0.5) for name in texts])
+    page = html_page(report_of(load, [every, every], alone, name="<img>", description="'\"<script>"))
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert not tags.names & {"script", "img", "b"}
+    for text in texts:
+        # The tables of both runs and of the baseline, each with figures and fairness, and that of isolation.
+        assert tags.cells.count(text) == 7, text
+
+
+def test_the_page_has_the_figures_of_the_table_and_of_the_json():
+    values = report(1.0)
+    [run] = values["runs"]
+    tags = Tags()
+    tags.feed(html_page(values))
+    heads = [text for text in tags.cells if text == "total tok/s"]
+    assert len(heads) == 1
+    # Two answers of 8 and 3 tokens in two seconds.
+    assert run["all"]["total_tokens_per_second"] == 11.0
+    row = tags.cells.index("all requests")
+    assert tags.cells[row : row + 6] == ["all requests", "2", "1", "1.00", "3.0", "11.0"]
+    index = run["fairness"]["jain_service"]
+    assert f"{index:.3f} of service by weight" in html_page(values)
+
+
+def test_a_tenant_named_like_the_total_has_a_row_of_its_own(capsys):
+    load = load_of("all", "acme")
+    values = report_of(load, [[answered("all", 1.0), *[answered("acme", 1.0)] * 3]])
+    tags = Tags()
+    tags.feed(html_page(values))
+    for name, requests in (("all requests", "4"), ("all", "1"), ("acme", "3")):
+        row = tags.cells.index(name)
+        assert tags.cells[row + 1] == requests
+    print_report(values)
+    shown = capsys.readouterr().out
+    for name, requests in (("all requests", "4"), ("all", "1"), ("acme", "3")):
+        assert re.search(rf"(?m)^ {name} +{requests} +0 ", shown)
+
+
 def test_the_generators_overhead_is_in_the_table_and_on_the_page(capsys):
     overhead = {"max_requests_per_second": 1234.4, "max_events_per_second": 45678.6, "rate": 30.0}
     with_overhead = report(1.0) | {"overhead": overhead | {"ttft": {"p50": 0.0012, "p99": 0.0456}}}
@@ -90,10 +124,8 @@ def test_the_generators_overhead_is_in_the_table_and_on_the_page(capsys):
 
 
 def test_the_page_of_a_run_without_any_answer():
-    empty = run_report(Run(LOAD, [], seconds=0.0))
-    about = {"name": "x", "description": "", "started": "now", "loraplex": "0", "overhead": None}
-    assert "No data" in html_page(make_report("http://x", LOAD, [empty], None, **about))
-    assert html_page(make_report("http://x", LOAD, [], None, **about))
+    assert "No data" in html_page(report_of(LOAD, [[]]))
+    assert html_page(report_of(LOAD, []))
 
 
 @pytest.mark.parametrize(
@@ -107,57 +139,3 @@ def test_ticks_are_round_and_cover_the_values(most, expected):
 def test_a_plot_places_its_points():
     drawn = plot({"a": [(0.0, 0.0), (10.0, 5.0)]}, "x", "y")
     assert re.search(r'points="64\.0,220\.0 708\.0,12\.0"', drawn)
-
-
-def test_isolation_is_the_ratio_of_the_p99s():
-    assert isolation(run(0.5), [run(1.0), run(3.0), run(2.0)])["acme"] == {
-        "ttft_p99_without": 0.5,
-        "ttft_p99_with": 2.0,
-        "ratio": 4.0,
-    }
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "verdict", "relative"),
-    [
-        ([1.0, 1.1, 1.2], [2.0, 2.2, 2.4], "worse", 1.0),
-        ([2.0, 2.2, 2.4], [1.0, 1.1, 1.2], "better", -0.5),
-        ([1.0, 1.1, 1.2], [1.15, 1.32, 1.4], "within noise", 0.2),
-        ([1.0, 1.0], [1.0, 1.0], "same", 0.0),
-        ([1.0], [2.0], "unknown", 1.0),
-    ],
-)
-def test_changes_beyond_the_runs_ranges_have_a_direction(before, after, verdict, relative):
-    found = {(c.group, c.figure): c for c in changes(report(*before), report(*after))}
-    change = found["all", "ttft.p50"]
-    assert (change.verdict, change.relative) == (verdict, pytest.approx(relative))
-    assert found["acme", "ttft.p50"].verdict == verdict
-
-
-def test_the_command_compares_files_and_notes_different_plans(tmp_path):
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text(json.dumps(report(1.0, 1.1)))
-    new.write_text(json.dumps(report(2.0, 2.1, seed=1)))
-    done = CliRunner().invoke(main, ("bench", "--compare", str(old), str(new)))
-    assert done.exit_code == 0, done.output
-    assert re.search(r"all +ttft\.p50 +1\.05 +2\.05 +\+95\.2 % +worse", done.stdout)
-    assert "different plans" in done.stdout
-    assert "the ranges of the 2 and 2 runs overlap" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("{", "not a report of loraplex bench --json"),
-        ('{"runs": []}', "not a report"),
-        ('{"schema": "loraplex.bench/9", "runs": [1]}', "expected the schema 'loraplex.bench/1'"),
-        ('{"schema": "loraplex.bench/1", "runs": []}', "has no finished run"),
-    ],
-)
-def test_a_file_that_is_no_report(text, says, tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    done = CliRunner().invoke(main, ("bench", "--compare", str(path), str(path)))
-    assert done.exit_code == 2
-    assert says in done.stderr
-    assert done.stderr.startswith("Error: --compare: ")
