@@ -28,6 +28,7 @@ from gateway.fleet.kinds.loraplex import parse_state
 from gateway.fleet.queue import Capacity, Place, RequestQueue
 from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.service_meter import ServiceMeter
 from gateway.fleet.shared_service import SharedService
 from gateway.records.bases.base import Binding
 from gateway.records.changes import Changes
@@ -160,13 +161,13 @@ async def admissions(tenants: int, waiting: int) -> list[Cost]:
         counters.add_service(f"tenant-{number}", float(number % 100))
 
     async def enter() -> None:
-        async with queue.enter(Place(uuid.uuid4().hex, 1.0, 0, 100)):
+        async with queue.enter(Place(uuid.uuid4().hex, 1.0, 0, ServiceMeter(100))):
             pass
 
     found = [await measured_task("admission", f"{tenants:,} tenants active", tenants, enter, 300)]
 
     async def wait(number: int) -> None:
-        async with queue.enter(Place(f"tenant-{number}", 1.0, 0, 100)):
+        async with queue.enter(Place(f"tenant-{number}", 1.0, 0, ServiceMeter(100))):
             pass
 
     capacity = Capacity(0, 0)

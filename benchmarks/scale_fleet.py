@@ -26,6 +26,7 @@ from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Place, RequestQueue
 from gateway.fleet.routing import Choice, Rates, RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.service_meter import Reported, ServiceMeter
 from gateway.fleet.shared_service import interval
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
@@ -244,12 +245,14 @@ class Simulation:
         if not self._limits.acquire(LIMITS, demand, int(1e6 * began)).allowed:
             self.result.over_quota += 1
             return
-        place = Place(tenant, weight_of(tenant), 0, PROMPT_TOKENS, lambda: request.made, tenant, arrived=began)
+        meter = ServiceMeter(PROMPT_TOKENS, lambda: Reported(PROMPT_TOKENS, request.made))
+        place = Place(tenant, weight_of(tenant), 0, meter, tenant, arrived=began)
         place.deadline = deadline(began, None, 0)
         gateway.rates.count(request.digest)
         try:
             async with gateway.queue.enter(place):
-                first = await self._serve(gateway, request)
+                with meter.attempt(lambda _: None):
+                    first = await self._serve(gateway, request)
             if began > self._scale.warmup and not tenant.startswith(FLOODER):
                 self.result.ttft.append(first - began)
             if now() < self._scale.seconds:
@@ -298,7 +301,7 @@ class Simulation:
             await asyncio.sleep(interval(max(gateway.counters.number for gateway in self._gateways)))
             sent = []
             for gateway in self._gateways:
-                gateway.queue.count_generated()
+                gateway.queue.count_service()
                 sent.append(changes := gateway.counters.changes())
                 self.result.active = max(self.result.active, len(changes))
             processes = Counter(change.tenant_id for changes in sent for change in changes if change.is_active)

@@ -170,6 +170,7 @@ class Engine:
         """
         started = time.perf_counter()
         outputs = self._commit() if self._must_read_first() else StepOutputs()
+        self.scheduler.policy.forgive_elsewhere(time.monotonic())
         plan = self.scheduler.schedule(may_draft=self._in_flight is None)
         outputs.whole += [request.output([]) for request in self.scheduler.take_failed()]
         launched = self.runner.forward(plan) if plan else None

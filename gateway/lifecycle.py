@@ -126,14 +126,14 @@ class Lifecycle:
         await serving.drains.read()
         await serving.registry.poll()
         watching = serving.registry.watch(serving.queues.admit)
-        sharing = serving.shared_service.watch(serving.queues.count_generated, serving.queues.admit)
+        sharing = serving.shared_service.watch(serving.queues.count_service, serving.queues.admit)
         async with (
             running(watching),
             running(serving.drains.watch()),
             running(serving.history.watch()),
             running(serving.fairness.watch()),
             running(sharing),
-            running(serving.engine_service.watch(serving.queues.count_generated)),
+            running(serving.engine_service.watch(serving.queues.count_service)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
             running(serving.kept_engine.watch()),

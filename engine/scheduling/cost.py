@@ -18,7 +18,8 @@
   evicts another adapter.
 - A token that a preemption makes the engine compute again costs nothing, because its tenant has paid for it.
 
-The gateway's queue knows the prompt and output tokens only and counts them with the same costs (`wire/costs.py`).
+The gateway knows the computed prompt tokens and the output tokens only, and counts them with the same costs
+(`wire/costs.py`).
 """
 
 from engine.scheduling.request import Request

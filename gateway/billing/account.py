@@ -20,6 +20,7 @@ from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Ra
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field, decode_progress
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest
+from gateway.fleet.service_meter import Reported
 from gateway.metrics import Metrics
 from gateway.process.outage import Outage
 from gateway.quota.quota import Quota
@@ -31,8 +32,6 @@ from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)
 
-# Fields of a chat's event with generated text. vLLM has used both names for the text before an answer.
-GENERATED = ("content", "tool_calls", "reasoning", "reasoning_content")
 # Maximum wait for the settlement at the end of an answer, so that the client's next request sees the released slot. A
 # slower settlement continues in the background.
 SETTLE_PATIENCE_SECONDS = 1.0
@@ -81,12 +80,14 @@ class Account:
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
         self.rate_end = RateEnd()
-        # Indices of the choices that have ended.
+        # Indices of the choices with an event, and of those that have ended.
+        self.begun_choices: set[int] = set()
         self.ended_choices: set[int] = set()
         self.attempts = Attempts()
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self._knows_cached = False
         self.finish_reason: str | None = None
         # The engine's receipt; None if it sent none.
         self.served_digest: str | None = None
@@ -108,6 +109,13 @@ class Account:
     def used(self) -> Used:
         """Return the tokens so far, or those of the usage row once the account is closed."""
         return self.billed or Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    @property
+    def reported(self) -> Reported:
+        """Return the tokens that the engine has computed. The count of cached ones is final once all choices begin."""
+        computed = self.prompt_tokens - self.cached_tokens if self._knows_cached else None
+        is_final = self.is_whole or len(self.begun_choices) >= self.choices
+        return Reported(computed, self.completion_tokens, is_final)
 
     @property
     def cost(self) -> int:
@@ -194,9 +202,10 @@ class Account:
             self._count(progress.prompt_tokens, progress.completion_tokens, progress.cached_tokens)
         else:
             # The engine (vLLM) sends no counts before its last event: count a piece of text as one token.
-            self.completion_tokens += sum(_has_text(choice) for choice in choices)
+            self.completion_tokens += sum(choice.has_text for choice in choices)
         self._progressed()
         for choice in choices:
+            self.begun_choices.add(_int(choice.index, 0))
             if isinstance(choice.finish_reason, str):
                 self.finish_reason = choice.finish_reason
                 self.ended_choices.add(_int(choice.index, 0))
@@ -251,6 +260,7 @@ class Account:
         self.prompt_tokens = _int(prompt, self.prompt_tokens)
         self.completion_tokens = _int(completion, self.completion_tokens)
         self.cached_tokens = _int(cached, self.cached_tokens)
+        self._knows_cached |= isinstance(cached, int)
 
 
 class Accounting:
@@ -382,11 +392,6 @@ class Accounting:
         except Unavailable as error:
             log.info("request %s is settled with the counts received so far: %s", account.reservation.request_id, error)
             return False
-
-
-def _has_text(choice: Choice) -> bool:
-    delta = choice.delta if isinstance(choice.delta, dict) else {}
-    return bool(choice.text or any(delta.get(name) for name in GENERATED))
 
 
 def _int(value: Any, otherwise: int) -> int:

@@ -29,6 +29,9 @@ SMALL_BYTES = 2**12
 # Time-out between two pieces of a whole answer, which the engine sends only when its body is complete.
 BODY_SECONDS = 60.0
 
+# Fields of a chat's event with generated text. vLLM has used both names for the text before an answer.
+GENERATED = ("content", "tool_calls", "reasoning", "reasoning_content")
+
 Fields = dict[str, Raw]
 """An answer's or an event's fields by name, each as its JSON text."""
 
@@ -127,6 +130,12 @@ class Choice(msgspec.Struct):
     finish_reason: Any = None
     text: Any = None
     delta: Any = None
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether it has generated text."""
+        delta = self.delta if isinstance(self.delta, dict) else {}
+        return bool(self.text or any(delta.get(name) for name in GENERATED))
 
 
 class Progress(msgspec.Struct):

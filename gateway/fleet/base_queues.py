@@ -58,10 +58,10 @@ class BaseQueues:
         """Return the longest wait of the waiting requests, in seconds."""
         return max((queue.longest_wait for queue in self._queues.values()), default=0.0)
 
-    def count_generated(self) -> None:
-        """Add the tokens that requests have generated since the last call to their tenants' service."""
+    def count_service(self) -> None:
+        """Add to the tenants' service what engines have computed since the last call, by their reports."""
         for queue in self._queues.values():
-            queue.count_generated()
+            queue.count_service()
 
     def admit(self) -> None:
         """Admit as many waiting requests as there is room for."""

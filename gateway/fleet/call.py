@@ -29,6 +29,11 @@ class EngineGone(Exception):
         self.had_it = had_it
         self.reason = reason
 
+    @property
+    def may_have_computed(self) -> bool:
+        """Return whether the engine may have computed tokens of the request."""
+        return self.had_it
+
 
 class EngineRefused(Exception):
     """No engine began to answer.
@@ -51,6 +56,12 @@ class EngineRefused(Exception):
     def may_go_on(self) -> bool:
         """Return whether the engine may go on with the request, because it gave no answer in time."""
         return self.status is None and not self.unserved
+
+    @property
+    def may_have_computed(self) -> bool:
+        """Return whether the engine may have computed tokens of the request: it failed, or gave no answer in time."""
+        has_failed = self.status is None or self.status >= 500
+        return has_failed and isinstance(self.error, UpstreamFailed) and not self.unserved
 
     @property
     def failed(self) -> bool:

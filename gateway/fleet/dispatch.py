@@ -27,8 +27,8 @@ from gateway.fleet.quarantine import Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
+from gateway.fleet.service_meter import Reported, ServiceMeter
 from gateway.records.bases.registry import Bases
-from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ Begun = tuple[EngineRecord, Incoming, InFlight]
 class AttemptLog(Protocol):
     """Record of the engine that has the request; `gateway/billing/charges.py` decides who pays."""
 
-    completion_tokens: int
+    @property
+    def reported(self) -> Reported:
+        """Return the tokens that the engine of the last `sent` has computed, by its reports."""
 
     def queued(self, seconds: float) -> None:
         """Record the wait for an engine, even if the request got none."""
@@ -145,15 +147,8 @@ class Fleet:
     async def open(self, call: Call, record: AttemptLog) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
         tenant, queue = call.tenant, self._queues.of(call.model.base)
-        place = Place(
-            tenant.id,
-            tenant.weight,
-            tenant.priority,
-            call.prompt_tokens,
-            lambda: record.completion_tokens,
-            tenant.name,
-            call.sequences,
-        )
+        meter = ServiceMeter(call.prompt_tokens, lambda: record.reported)
+        place = Place(tenant.id, tenant.weight, tenant.priority, meter, tenant.name, call.sequences)
         if call.model.digest is not None and call.engine is None:
             self.rates.count(call.model.digest)
             place.on_wait = partial(self._hint, call)
@@ -213,13 +208,11 @@ class Fleet:
         if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
             await call.hold.cover_all()
         record.sent(engine, call.prompt_tokens)
-        place.count_service = partial(self._service.served, engine, call.tenant.id)
-        begun = await self._try(engine, call, record, tries, held, limit)
+        begun = await self._try(engine, call, record, place.meter, tries, held, limit)
         if begun is not None:
             if tries.was_suspected:
                 held.push_async_callback(self._clear, call, begun[2])
             self._conversations.served(tries.prefix, engine)
-            place.count_service(call.prompt_tokens * PROMPT_TOKEN)
         return begun
 
     async def _next_engine(self, call: Call, tries: _Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
@@ -345,13 +338,15 @@ class Fleet:
         engine: EngineRecord,
         call: Call,
         record: AttemptLog,
+        meter: ServiceMeter,
         tries: _Tries,
         held: AsyncExitStack,
         limit: asyncio.Timeout,
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
-            response, in_flight = await held.enter_async_context(self._attempts.open(engine, call, limit))
+            with meter.attempt(partial(self._service.served, engine, call.tenant.id)):
+                response, in_flight = await held.enter_async_context(self._attempts.open(engine, call, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:

@@ -82,12 +82,12 @@ class EngineService:
         self._turn += MAX_REPORTS
         return started
 
-    async def watch(self, count_generated: Callable[[], None]) -> None:
-        """Report until cancelled. count_generated: called before each report."""
+    async def watch(self, count_service: Callable[[], None]) -> None:
+        """Report until cancelled. count_service: called before each report."""
         try:
             while True:
                 await asyncio.sleep(SECONDS)
-                count_generated()
+                count_service()
                 self.report()
         finally:
             for task in list(self._reporting.values()):

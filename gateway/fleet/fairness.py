@@ -138,7 +138,7 @@ class Fairness:
         """Take samples until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(SAMPLE_SECONDS)
-            self._queues.count_generated()
+            self._queues.count_service()
             self.sample()
 
     def sample(self) -> None:

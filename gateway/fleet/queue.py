@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from gateway.errors import Overloaded
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.service_meter import ServiceMeter
 from gateway.fleet.waiting import Waiting
-from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
 MAX_RETRY_SECONDS = 60
 
@@ -45,10 +45,6 @@ class TenantPlaces(NamedTuple):
     inside: int
     waiting: int
     waited: float
-
-
-def _no_tokens() -> int:
-    return 0
 
 
 def _ignore(_: float) -> None:
@@ -85,23 +81,19 @@ class Capacity(NamedTuple):
 class Place:
     """The place of a request, waiting or with an engine.
 
-    tenant_name: shown to operators. priority: the tenant's; lower numbers go first. tokens: number of the prompt's
-    tokens. sequences: number of its sequences. size: number of places that it takes since its admission.
-    completion_tokens: returns the number of tokens generated so far. counted: number of generated tokens that
-    are in the tenant's service. deadline: orders the tenant's own requests, in seconds of `time.monotonic`.
-    count_service: called with the service of generated tokens. on_wait: called if the request has to wait.
+    priority: the tenant's; lower numbers go first. meter: charges the request's service to the tenant. tenant_name:
+    shown to operators. sequences: number of its sequences. size: number of places that it takes since its admission.
+    on_wait: called if the request has to wait. deadline: orders the tenant's own requests, in seconds of
+    `time.monotonic`.
     """
 
     tenant_id: str
     weight: float
     priority: int
-    tokens: int
-    completion_tokens: Callable[[], int] = _no_tokens
+    meter: ServiceMeter
     tenant_name: str = ""
     sequences: int = 1
     size: int = 1
-    counted: int = 0
-    count_service: Callable[[float], None] = _ignore
     on_wait: Callable[[], None] = _nothing
     arrival: int = 0
     deadline: float = 0.0
@@ -154,7 +146,8 @@ class RequestQueue:
     async def enter(self, place: Place) -> AsyncIterator[None]:
         """Wait for admission, then hold the place until the block ends or `free` is called. Raises Overloaded.
 
-        The prompt is added to the tenant's service at admission, generated tokens by `count_generated` and at the end.
+        The whole prompt is expected service from the admission on. `count_service` and the end of the block replace it
+        by what engines have computed.
         """
         self._counters.enter(place.tenant_id, place.weight)
         self._arrivals += 1
@@ -169,9 +162,9 @@ class RequestQueue:
                 yield
             finally:
                 self._admitted.remove(place)
-                self._count_generated(place)
                 self._step_out(place)
         finally:
+            place.meter.end()
             self._counters.leave(place.tenant_id)
             self.admit()
 
@@ -180,10 +173,10 @@ class RequestQueue:
         self._step_out(place)
         self.admit()
 
-    def count_generated(self) -> None:
-        """Add the tokens that requests have generated since the last call to their tenants' service."""
+    def count_service(self) -> None:
+        """Add to the tenants' service what engines have computed since the last call, by their reports."""
         for place in self._admitted:
-            self._count_generated(place)
+            place.meter.update()
 
     def admit(self) -> None:
         """Admit as many waiting requests as there is room for. Call it also when the engines may have more room.
@@ -200,7 +193,7 @@ class RequestQueue:
                 place.size = 1 if capacity is None else capacity.size(place.sequences)
                 self._inside[place.tenant_id] += place.size
                 self._num_inside += place.size
-                self._counters.add_service(place.tenant_id, place.tokens * PROMPT_TOKEN)
+                place.meter.admit(self._counters, place.tenant_id)
 
     @property
     def longest_wait(self) -> float:
@@ -254,14 +247,6 @@ class RequestQueue:
         """Return the number of places that the tenant gets without a wait: at least one."""
         return max(1, int(places * self._counters.share(tenant_id)))
 
-    def _count_generated(self, place: Place) -> None:
-        tokens = place.completion_tokens()
-        if tokens > place.counted:
-            service = (tokens - place.counted) * OUTPUT_TOKEN
-            self._counters.add_service(place.tenant_id, service)
-            place.count_service(service)
-            place.counted = tokens
-
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
         if place.entered is not None:
@@ -294,7 +279,6 @@ class RequestQueue:
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
                 self._leave(place)
-                self._counters.add_service(place.tenant_id, -place.tokens * PROMPT_TOKEN)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise

@@ -59,7 +59,6 @@ for i = 3, #ARGV, 4 do
         if redis.call('ZADD', presences, now, member) == 1 then begin_presence(tenant) end
         set_weight(tenant, weight)
     end
-    -- Negative for a refund: the exchange before counted the prompt of a request that left without an engine.
     if tonumber(service) ~= 0 then
         redis.call('ZINCRBY', redis.call('ZSCORE', active, tenant) and active or idle, service, tenant)
     end

@@ -2,7 +2,9 @@
 `shared_service.py` (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024).
 
 A counter is the service that a tenant received, in cost units per weight. The counter of a tenant that returns from
-idle is raised to the least counter of an active tenant, so that idling earns no credit.
+idle is raised to the least counter of an active tenant, so that idling earns no credit. The order of tenants also
+counts the service that is expected of admitted requests. Only received service is shared, and raises others' counters:
+an expected prompt may come from a cache, and a tenant raised over it would wait for service that nobody received.
 """
 
 from collections import Counter
@@ -32,7 +34,7 @@ class ServiceCounters:
     """Counters of this process. Without exchanges, they count its own service only."""
 
     def __init__(self) -> None:
-        # Called with a tenant's id and each service added; a refund is negative.
+        # Called with a tenant's id and each service added.
         self.observe_service: Callable[[str, float], None] = _ignore
         # Called when a tenant enters while none is known.
         self.observe_first: Callable[[], None] = _ignore_first
@@ -45,6 +47,8 @@ class ServiceCounters:
         # The counter when it was last shared, and the service since then.
         self._shared: dict[str, float] = {}
         self._unshared: dict[str, float] = {}
+        # Expected service of admitted requests, in cost units.
+        self._expected: dict[str, float] = {}
         self._processes: dict[str, int] = {}
         # Heap of lower bounds of the counters of the tenants with requests here, at least one for each.
         self._lower: list[tuple[float, str]] = []
@@ -83,16 +87,26 @@ class ServiceCounters:
         return len(self._weights)
 
     def counter(self, tenant_id: str) -> float:
+        """Return the counter by which tenants are ordered, with the expected service."""
+        expected = self._expected.get(tenant_id)
+        return self.received(tenant_id) + (expected / self._weights[tenant_id] if expected else 0.0)
+
+    def received(self, tenant_id: str) -> float:
+        """Return the counter of received service."""
         return self._shared.get(tenant_id, 0.0) + self._unshared.get(tenant_id, 0.0)
 
     def add_service(self, tenant_id: str, service: float) -> None:
-        """Add `service / weight` to the tenant's counter. service: in cost units; a refund is negative."""
+        """Add `service / weight` to the tenant's counter. service: in cost units."""
         self._unshared[tenant_id] = self._unshared.get(tenant_id, 0.0) + service / self._weights[tenant_id]
-        if service < 0:
-            self._bound(tenant_id)
         for changed in self._watchers:
             changed(tenant_id)
         self.observe_service(tenant_id, service)
+
+    def expect(self, tenant_id: str, change: float) -> None:
+        """Change the expected service of the tenant's admitted requests. change: in cost units."""
+        self._expected[tenant_id] = self._expected.get(tenant_id, 0.0) + change
+        for changed in self._watchers:
+            changed(tenant_id)
 
     def share(self, tenant_id: str) -> float:
         """Return the tenant's part of all engines' places in this process: its weight over the weights of all active
@@ -140,13 +154,13 @@ class ServiceCounters:
                 self._forget(tenant_id)
 
     def _least(self) -> float:
-        """Return the least counter of a tenant with requests here; 0 without one.
+        """Return the least received service per weight of a tenant with requests here; 0 without one.
 
         The first lower bound is raised until it is its tenant's counter, so a call takes logarithmic time on average.
         """
         while self._lower:
             bound, tenant_id = self._lower[0]
-            counter = self.counter(tenant_id)
+            counter = self.received(tenant_id)
             if tenant_id not in self._requests:
                 heappop(self._lower)
             elif bound < counter:
@@ -156,15 +170,15 @@ class ServiceCounters:
         return 0.0
 
     def _bound(self, tenant_id: str) -> None:
-        """Add the tenant's counter as a lower bound, because it is new or has fallen."""
-        heappush(self._lower, (self.counter(tenant_id), tenant_id))
+        """Add the tenant's counter as a lower bound, because it is new."""
+        heappush(self._lower, (self.received(tenant_id), tenant_id))
         if len(self._lower) > 2 * len(self._requests) + 64:
             self._order()
 
     def _order(self) -> None:
-        self._lower = [(self.counter(tenant_id), tenant_id) for tenant_id in self._requests]
+        self._lower = [(self.received(tenant_id), tenant_id) for tenant_id in self._requests]
         heapify(self._lower)
 
     def _forget(self, tenant_id: str) -> None:
-        for values in (self._weights, self._shared, self._unshared, self._processes):
+        for values in (self._weights, self._shared, self._unshared, self._expected, self._processes):
             values.pop(tenant_id, None)

@@ -67,8 +67,8 @@ class SharedService:
         results = [(float(counter), int(number)) for counter, number in zip(values[::2], values[1::2], strict=True)]
         self._counters.exchanged(changes, float(weight), results)
 
-    async def watch(self, count_generated: Callable[[], None], changed: Callable[[], None]) -> None:
-        """Exchange until cancelled. count_generated: called before each exchange. changed: called after it."""
+    async def watch(self, count_service: Callable[[], None], changed: Callable[[], None]) -> None:
+        """Exchange until cancelled. count_service: called before each exchange. changed: called after it."""
         while True:
             await asyncio.sleep(interval(self._counters.number))
             if not self._counters.number:
@@ -76,7 +76,7 @@ class SharedService:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_SECONDS):
                         await self._has_active.wait()
-            count_generated()
+            count_service()
             await self.exchange()
             changed()
 

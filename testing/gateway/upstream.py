@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Self, TypedDict
@@ -111,6 +112,8 @@ class Upstream:
         # Further fields of the state.
         self.reported: dict[str, Any] = {}
         self.pins: list[list[str]] = []
+        # Reported service at other engines, by tenant.
+        self.service: Counter[str] = Counter()
         # Texts of a stream's tokens, in turn. With `logprobs` they have probabilities.
         self.says = ["a"]
         # Connections of the streams that have not ended.
@@ -125,6 +128,7 @@ class Upstream:
         app.router.add_post("/probe", self._probe)
         app.router.add_post("/prefetch", self._prefetch)
         app.router.add_post("/pins", self._keep)
+        app.router.add_post("/service", self._add_service)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
@@ -141,6 +145,11 @@ class Upstream:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
         self.pins.append((await request.json())["adapters"])
         return web.json_response({"num_kept": len(self.pins[-1])})
+
+    async def _add_service(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        self.service.update((await request.json())["tenants"])
+        return web.json_response({"num_charged": 0})
 
     async def _wait_out(self, condition: Callable[[], bool]) -> None:
         while True:

@@ -87,6 +87,10 @@ class Policy(Protocol):
         """
         ...
 
+    def forgive_elsewhere(self, now: float) -> None:
+        """Let service at other engines no longer delay tenants that have nothing running and have waited long."""
+        ...
+
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> Turns:
         """Begin a step.
 

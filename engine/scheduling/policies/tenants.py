@@ -4,6 +4,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from math import inf
 from operator import attrgetter
 
@@ -12,7 +13,7 @@ from engine.scheduling.request import Request
 # Length of a window of the reported shares, which cover the current window and the one before it.
 WINDOW_S = 30.0
 
-# Maximum wait that service at other engines may cause for a tenant that has nothing running here.
+# Wait after which service at other engines no longer delays the first request of a tenant with nothing running here.
 ELSEWHERE_WAIT_S = 5.0
 
 # Time for which a tenant counts as waiting although all of its waiting requests lack their adapters' pages. It bounds
@@ -182,21 +183,36 @@ class Tenants:
             account.recent += cost
 
     def add_service_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
-        least = min((account.counter for account in self.waiting.values()), default=inf)
         present = [(self.accounts[tenant_id], cost) for tenant_id, cost in costs.items() if tenant_id in self.accounts]
         present = [(account, cost) for account, cost in present if account.num_active]
+        least = self._least_active()
         for account, cost in present:
             # A tenant that is not ahead has no debt left from either engine.
-            account.elsewhere = min(account.elsewhere, max(0.0, account.counter - least)) + cost / account.weight
+            account.elsewhere = min(account.elsewhere, _lead(account, least)) + cost / account.weight
             account.counter += cost / account.weight
-            if not account.num_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
-                # Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the
-                # service of this engine stays.
-                lead = account.counter - min(other.counter for other in self.waiting.values())
-                forgiven = min(account.elsewhere, lead)
-                account.counter -= forgiven
-                account.elsewhere -= forgiven
+        self.forgive_elsewhere(now)
         return len(present)
+
+    def forgive_elsewhere(self, now: float) -> None:
+        """Forgive the debts for service elsewhere of the tenants that have nothing running and have waited long.
+
+        Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the service of
+        this engine stays. Its lead over tenants that only run counts too, because their streams do not give way to it.
+        """
+        late = [
+            account
+            for account in self.waiting.values()
+            if account.elsewhere and not account.num_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S
+        ]
+        least = self._least_active() if late else []
+        for account in late:
+            account.counter -= min(account.elsewhere, _lead(account, least))
+            account.elsewhere = 0.0
+
+    def _least_active(self) -> list[ServiceAccount]:
+        """Return the two least served tenants with requests, or fewer."""
+        active = (account for account in self.accounts.values() if account.num_active)
+        return nsmallest(2, active, key=attrgetter("counter"))
 
     def count_target(self, tenant_id: str, *, is_met: bool) -> None:
         account = self.accounts.get(tenant_id)
@@ -278,6 +294,12 @@ class Tenants:
             self._window_began = now
 
 
+def _lead(account: ServiceAccount, least: Sequence[ServiceAccount]) -> float:
+    """Return how far a tenant is ahead of the least served other one; 0 without others. least: the two least served."""
+    others = [other.counter for other in least if other is not account]
+    return max(0.0, account.counter - others[0]) if others else 0.0
+
+
 def _delete(queue: list[Request], request: Request) -> None:
     """Remove a request from a list in order of turns."""
     at = bisect_left(queue, request.turn, key=_turn)
@@ -315,6 +337,9 @@ class TenantPolicy:
 
     def add_service_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
         return self._tenants.add_service_elsewhere(costs, now)
+
+    def forgive_elsewhere(self, now: float) -> None:
+        self._tenants.forgive_elsewhere(now)
 
     def count_target(self, request: Request, *, is_met: bool) -> None:
         self._tenants.count_target(request.tenant_id, is_met=is_met)

@@ -24,6 +24,7 @@ from gateway.fleet.answers import Fields, decode_field, decode_progress, read_an
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import AttemptLog, Fleet
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.service_meter import Reported
 from gateway.fleet.waiting import LAST_TENANT
 from gateway.metrics import Metrics
 from gateway.records.adapters.catalog import Model
@@ -57,7 +58,7 @@ class FreeAttemptLog:
 
     def __init__(self, digest: str | None) -> None:
         self._digest = digest
-        self.completion_tokens = 0
+        self.reported = Reported()
 
     def queued(self, seconds: float) -> None:
         pass
@@ -77,12 +78,14 @@ class FreeAttemptLog:
             raise EngineMismatch
 
     def observe_answer(self, answer: Fields) -> None:
-        """Read the number of generated tokens, which the fair share counts. Raises EngineMismatch."""
+        """Read the numbers of computed tokens, which the fair share counts. Raises EngineMismatch."""
         progress, usage = decode_progress(answer), decode_field(answer, "usage")
         if progress is not None:
             self.observe_receipt(progress.adapter_digest)
         if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
-            self.completion_tokens = tokens
+            prompt, cached = usage.get("prompt_tokens"), (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            computed = prompt - cached if isinstance(prompt, int) and isinstance(cached, int) else None
+            self.reported = Reported(computed, tokens)
 
 
 class Asking:

@@ -12,10 +12,11 @@ from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Capacity, Place
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.service_meter import ServiceMeter
 
 
 def place(tenant: str, tokens: int = 0) -> Place:
-    return Place(tenant, 1.0, 5, tokens, tenant_name=tenant)
+    return Place(tenant, 1.0, 5, ServiceMeter(tokens), tenant_name=tenant)
 
 
 async def test_a_full_base_holds_up_no_other():

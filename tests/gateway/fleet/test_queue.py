@@ -8,6 +8,7 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.fleet.queue import Capacity, Place, RequestQueue
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.service_meter import Reported, ServiceMeter
 from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 from wire.deadlines import deadline
 
@@ -37,18 +38,24 @@ class Visitor:
         prompt: int = 0,
         sequences: int = 1,
     ) -> None:
-        self.tenant, self.tokens = tenant, tokens
+        self.tenant, self.tokens, self.prompt = tenant, tokens, prompt
         self.leave = asyncio.Event()
         self.inside = False
         self.task = asyncio.create_task(
-            self._visit(queue, Place(tenant, weight, priority, prompt, lambda: self.tokens, sequences=sequences))
+            self._visit(
+                queue, Place(tenant, weight, priority, ServiceMeter(prompt, self._reported), sequences=sequences)
+            )
         )
 
     async def _visit(self, queue: RequestQueue, place: Place) -> None:
         async with queue.enter(place):
-            self.inside = True
-            await self.leave.wait()
+            with place.meter.attempt(lambda _: None):
+                self.inside = True
+                await self.leave.wait()
         self.inside = False
+
+    def _reported(self) -> Reported:
+        return Reported(self.prompt, self.tokens)
 
 
 class Crowd:
@@ -264,7 +271,7 @@ async def test_tokens_are_charged_while_they_are_generated():
     await crowd.come("is silent")
     room = 3
     talks.tokens = 50
-    crowd.queue.count_generated()
+    crowd.queue.count_service()
     room = 2
     await crowd.come("talks")
     await crowd.come("is silent")
@@ -277,8 +284,24 @@ async def test_charges_reorder_the_requests_that_wait_already(crowd: Crowd):
     await crowd.come("talks")
     await crowd.come("is silent")
     talks.tokens = 50
-    crowd.queue.count_generated()
+    crowd.queue.count_service()
     assert await crowd.end(talks) == "is silent"
+
+
+async def test_a_report_of_cached_tokens_reorders_the_requests_that_wait_already():
+    room = 2
+    crowd = Crowd(make_queue(lambda: room))
+    cached = await crowd.come("cached", prompt=4000)
+    await crowd.come("other", prompt=100)
+    for tenant in ("other", "cached"):
+        await crowd.come(tenant, prompt=1)
+    cached.prompt = 36
+    crowd.queue.count_service()
+    room = 3
+    crowd.queue.admit()
+    await settled()
+    assert crowd.inside == ["cached", "other", "cached"]
+    await crowd.close()
 
 
 def test_a_generated_token_costs_more_than_one_of_a_prompt():
@@ -289,12 +312,12 @@ async def test_deadlines_order_a_tenants_own_requests_only():
     queue, entered = make_queue(lambda: 1), []
 
     async def visit(name: str, tenant: str, due: float) -> None:
-        place = Place(tenant, 1.0, 5, 0)
+        place = Place(tenant, 1.0, 5, ServiceMeter(0))
         place.deadline = due
         async with queue.enter(place):
             entered.append(name)
 
-    async with queue.enter(Place("other", 1.0, 5, 0)), asyncio.TaskGroup() as group:
+    async with queue.enter(Place("other", 1.0, 5, ServiceMeter(0))), asyncio.TaskGroup() as group:
         visitors = [("late", "acme", deadline(0, None, 0)), ("globex", "globex", deadline(0, None, 0))]
         visitors += [("target", "acme", deadline(0, 0.5, 0)), ("first", "acme", deadline(0, None, -100))]
         for visitor in visitors:

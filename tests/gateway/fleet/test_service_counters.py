@@ -10,7 +10,7 @@ from gateway.fleet.shared_service import interval
 
 class Slow(ServiceCounters):
     def _least(self) -> float:
-        return min((self.counter(tenant) for tenant in self._requests), default=0.0)
+        return min((self.received(tenant) for tenant in self._requests), default=0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -30,9 +30,10 @@ def test_counters_are_those_of_a_pass_over_all_tenants(seed: int):
             for counters in (fast, slow):
                 counters.leave(tenant)
         elif act < 0.97:
-            tenant, cost = chance.choice(present), chance.uniform(-20.0, 100.0)
+            tenant, cost = chance.choice(present), chance.uniform(0.0, 100.0)
             for counters in (fast, slow):
                 counters.add_service(tenant, cost)
+                counters.expect(tenant, -cost if act < 0.86 else cost)
         elif act < 0.98:
             for counters in (fast, slow):
                 counters.exchange_failed()
