@@ -60,8 +60,8 @@ class EngineFacts:
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it. draft_steps:
-    steps with decodes by the outcome of their drafts; empty without speculative decoding.
+    adapters. num_in_target, num_over_target: see `TargetCounts`. draft_steps: steps with decodes by the outcome of
+    their drafts; empty without speculative decoding.
     """
 
     residency_version: int

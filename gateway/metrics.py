@@ -139,6 +139,14 @@ class Metrics:
             "tenant",
             buckets=TENANT_SECONDS,
         )
+        self._target_met = self._counter(
+            "loraplex_gateway_ttft_target_met", "Streams whose first token came within their target.", "tenant"
+        )
+        self._target_missed = self._counter(
+            "loraplex_gateway_ttft_target_missed",
+            "Streams whose first token came after their target or never, refused ones too.",
+            "tenant",
+        )
         self._model_requests = self._counter(
             "loraplex_gateway_model_requests", "Admitted inference requests, by tenant and model.", "tenant", "model"
         )
@@ -265,6 +273,12 @@ class Metrics:
         if row.ttft_ms is not None:
             self._ttft.labels(row.endpoint).observe(row.ttft_ms / 1000)
             self._tenant_ttft.labels(tenant).observe(row.ttft_ms / 1000)
+
+    def target_ended(self, tenant_name: str, is_met: bool | None) -> None:
+        """Count a request with a target of the time to first token. is_met: None if it does not count."""
+        if is_met is not None:
+            counter = self._target_met if is_met else self._target_missed
+            counter.labels(self._labels.tenant(tenant_name)).inc()
 
     def refused(self, tenant_name: str, limit: str) -> None:
         """Count a refusal. limit: the class of the limit."""

@@ -1,4 +1,9 @@
-"""Order of one tenant's requests, in the gateway's queue and in the engine: earliest deadline first."""
+"""Order of one tenant's requests, in the gateway's queue and in the engine: earliest deadline first.
+
+A request arrives once: when the gateway begins to read it, or the engine if it has no gateway. Deadlines and targets of
+the time to first token count from then, so the gateway's queue and the loads of adapters are part of them. Waits by
+which tenants are ordered among each other begin anew in each queue.
+"""
 
 # Target of the time to first token that orders a request without a target of its own, in seconds.
 USUAL_TARGET_S = 10.0
@@ -12,7 +17,8 @@ MAX_PRIORITY = 100
 def deadline(arrived: float, ttft_target: float | None, priority: int) -> float:
     """Return the time that orders a request within its tenant: arrival plus target, shifted by the priority.
 
-    It does not change while the request waits, so no request starves. Lower priorities go first.
+    arrived: see above, on the caller's clock. The result does not change during the wait, so no request starves. Lower
+    priorities go first.
     """
     target = USUAL_TARGET_S if ttft_target is None else ttft_target
     return arrived + target + PRIORITY_S * max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))

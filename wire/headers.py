@@ -16,6 +16,8 @@ WEIGHT_HEADER = "x-loraplex-weight"
 PRIORITY_HEADER = "x-loraplex-priority"
 # To the engine: the target of the time to first token, in seconds.
 TTFT_HEADER = "x-loraplex-ttft-target"
+# To the engine: seconds since the request arrived at the gateway. It is a duration, because machines' clocks differ.
+AGE_HEADER = "x-loraplex-age"
 # To the engine: the gateway's allowance of completion tokens.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
 # To the engine: the digest of the base model that the gateway knows of it; another engine may have its address.

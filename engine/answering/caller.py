@@ -1,6 +1,7 @@
 """The caller of a request. `engine/http/trusted_headers.py` reads it."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +13,8 @@ class Caller:
     request_id: key of its token counts, None if they are not kept.
     allowance: completion tokens granted until the gateway raises them; None: no limit.
     base_digest: digest of the base model that must serve the request; None: any.
+    received: time at which this engine began to read the request, in seconds of time.monotonic(). age: seconds since it
+    arrived at the gateway, at that time.
     """
 
     internal: bool = False
@@ -22,3 +25,10 @@ class Caller:
     request_id: str | None = None
     allowance: int | None = None
     base_digest: str | None = None
+    received: float = field(default_factory=time.monotonic)
+    age: float = 0.0
+
+    @property
+    def arrived(self) -> float:
+        """Return the time of the request's arrival at the gateway, or here without one, on this machine's clock."""
+        return self.received - self.age

@@ -161,6 +161,7 @@ class GenerationRoutes:
                 # The tenant's priority shifts all of its requests alike, so their order depends on the request's.
                 priority=caller.priority + (body.priority or 0),
                 ttft_target=body.ttft_target or caller.ttft_target,
+                arrived=caller.arrived,
                 cache_salt=salt,
                 prefix_keys=prompt_keys,
                 adapter_start=start,
@@ -175,7 +176,7 @@ class GenerationRoutes:
         self, request: web.Request, caller: Caller, asked: Asked, group: SequenceGroup
     ) -> web.StreamResponse:
         with group:
-            run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
+            run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, caller)
             if caller.request_id is not None:
                 run.keep_counts(self.usage_log.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:

@@ -12,6 +12,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.answers import Answer
+from engine.answering.caller import Caller
 from engine.answering.errors import ApiError, as_api_error, error_body
 from engine.answering.fields import encode_fields
 from engine.answering.model_names import load_error
@@ -62,14 +63,14 @@ class Run:
         tokenizer: Tokenizer,
         end_ids: frozenset[int],
         metrics: Metrics,
-        *,
-        internal: bool,
+        caller: Caller,
     ) -> None:
         body, prompts = asked.body, asked.prompts
         self._group = group
         self._metrics = metrics
         self._body = body
-        self._internal = internal
+        self._internal = caller.internal
+        self._received = caller.received
         self._wants_tokens = bool(body.return_token_ids)
         self._has_logprobs = body.num_logprobs is not None or body.num_prompt_logprobs is not None
         self._continuous_usage = body.continuous_usage
@@ -238,7 +239,6 @@ class Run:
 
     async def _deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Yield lists of deltas, one list for all outputs that have arrived, until all sequences have ended."""
-        arrived = time.perf_counter()
         last: dict[int, float] = {}
         shared = SharedPrompt(self._choices) if self._body.num_prompt_logprobs is not None else None
         left = len(self._sequences)
@@ -246,7 +246,7 @@ class Run:
             outputs: dict[int, list[RequestOutput]] = {}
             for index, output in await self._group.news():
                 outputs.setdefault(index, []).append(output)
-            now = time.perf_counter()
+            now = time.monotonic()
             deltas = []
             for index, news in outputs.items():
                 sequence = self._sequences[index]
@@ -266,7 +266,7 @@ class Run:
                 if index in last:
                     self._metrics.inter_token_latency.observe(now - last[index])
                 else:
-                    self._metrics.time_to_first_token.observe(now - arrived)
+                    self._metrics.time_to_first_token.observe(now - self._received)
                     self._phases.first_token(news[0].started_at)
                 last[index] = now
                 if sequence.finished:

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from engine.answering.caller import Caller
 from engine.answering.errors import ApiError
 from engine.answering.usage_log import MAX_ID_BYTES
-from wire.headers import ALLOWANCE_HEADER, BASE_HEADER, PRIORITY_HEADER, TENANT_HEADER, TTFT_HEADER, WEIGHT_HEADER
+from wire.headers import (
+    AGE_HEADER,
+    ALLOWANCE_HEADER,
+    BASE_HEADER,
+    PRIORITY_HEADER,
+    TENANT_HEADER,
+    TTFT_HEADER,
+    WEIGHT_HEADER,
+)
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
@@ -30,6 +38,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         request_id=_request_id(headers),
         allowance=_allowance(headers),
         base_digest=headers.get(BASE_HEADER),
+        age=_age(headers),
     )
 
 
@@ -47,6 +56,13 @@ def _ttft_target(headers: Mapping[str, str]) -> float | None:
     seconds = _number(headers, TTFT_HEADER, float, 0.0)
     if seconds <= 0:
         raise ApiError(400, f"{TTFT_HEADER}: expected seconds above 0, got {seconds:g}.", param=TTFT_HEADER)
+    return seconds
+
+
+def _age(headers: Mapping[str, str]) -> float:
+    seconds = _number(headers, AGE_HEADER, float, 0.0)
+    if seconds < 0:
+        raise ApiError(400, f"{AGE_HEADER}: expected 0 seconds or more, got {seconds:g}.", param=AGE_HEADER)
     return seconds
 
 

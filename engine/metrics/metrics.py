@@ -41,10 +41,10 @@ class Metrics:
             f"{PREFIX}_adapter_loads", "Adapters loaded into device memory.", registry=registry
         )
         self.in_target = Counter(
-            f"{PREFIX}_ttft_target_met", "First tokens within their request's target.", registry=registry
+            f"{PREFIX}_ttft_target_met", "Requests whose first token came within their target.", registry=registry
         )
         self.over_target = Counter(
-            f"{PREFIX}_ttft_target_missed", "First tokens beyond their request's target.", registry=registry
+            f"{PREFIX}_ttft_target_missed", "Requests without a first token within their target.", registry=registry
         )
         self._tenants = _tenant_gauges(registry)
         self._counted: dict[Counter, float] = {}
@@ -69,7 +69,7 @@ class Metrics:
         )
         self.time_to_first_token = Histogram(
             f"{PREFIX}_time_to_first_token_seconds",
-            "Seconds from a request's arrival to its first token.",
+            "Seconds from a request's arrival at this engine to its first token, with its adapter's load.",
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )

@@ -1,5 +1,6 @@
 """A request in the engine: its parameters, its progress, and the named transitions between its states. No torch."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -133,10 +134,10 @@ class NewRequest:
     adapter_start: position of the first token that uses the adapter; above 0 only for an activated LoRA.
     weight: the tenant's share of the engine, relative to others.
     priority: order among the requests of one tenant; lower numbers go first, as in the gateway.
-    ttft_target: time to first token that the client wants, in seconds; orders the requests of one tenant. None: no
-        target.
+    ttft_target: wanted time to first token in seconds; orders the requests of one tenant. None: no target.
     cache_salt: separates the prefix cache further, within the tenant.
     prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
+    arrived: its arrival (`wire/deadlines.py`), in seconds of time.monotonic(); inf: when it enters the scheduler.
     """
 
     request_id: str
@@ -150,6 +151,7 @@ class NewRequest:
     cache_salt: str = ""
     prefix_keys: Sequence[bytes] = ()
     adapter_start: int = 0
+    arrived: float = math.inf
 
     def check(self, max_model_len: int, vocab_size: int) -> None:
         """Raise BadRequest, naming the parameter, if the request could never run."""
@@ -189,7 +191,8 @@ class Request:
     has_news: whether its next output may differ from its last one in more than the token. True unless it is plain and
         nothing else has changed since its last output.
     turn: key that orders its tenant's waiting requests.
-    arrived, queued_at: times at which it entered the engine and last began to wait.
+    arrived: see `NewRequest`; its target counts from then.
+    queued_at: time at which it last began to wait here; what its tenant may take from others counts from then.
     planned_cost: cost of its part of the planned step, returned if the step is not executed (`Streams.take_cost`).
     num_paid: number of its first tokens that had been computed, and so paid for, at a preemption.
     num_kept: number of tokens computed at its last preemption, whose blocks may still be cached; 0 after a restart.
@@ -200,15 +203,13 @@ class Request:
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
-        "cache_salt", "can_draft", "drafts", "edits", "edits_logits", "error", "error_param",
-        "fault", "finish_reason", "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher",
-        "max_num_tokens", "num_adapter_pages", "num_cached_tokens", "num_computed", "num_drafted", "num_kept",
-        "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params",
-        "planned_cost",
-        "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed",
-        "served_digest", "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn",
-        "weight",
+        "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks", "cache_salt",
+        "can_draft", "drafts", "edits", "edits_logits", "error", "error_param", "fault", "finish_reason", "has_news",
+        "is_plain", "logits", "logprobs", "lookup", "mask", "matcher", "max_num_tokens", "num_adapter_pages",
+        "num_cached_tokens", "num_computed", "num_drafted", "num_kept", "num_paid", "num_pending", "num_preemptions",
+        "num_prompt_tokens", "num_registered_blocks", "params", "planned_cost", "prefix_hit", "priority",
+        "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest", "started_at",
+        "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -245,7 +246,7 @@ class Request:
         self.num_adapter_pages = 0
         self.seat = -1
         self.turn: tuple[int, float, int] = (1, 0.0, arrival)
-        self.arrived = self.queued_at = self.planned_cost = 0.0
+        self.arrived, self.queued_at, self.planned_cost = new.arrived, 0.0, 0.0
         self.num_paid = self.num_kept = self.quantum_end = 0
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits

@@ -30,6 +30,7 @@ from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 from engine.scheduling.seats import Seats
 from engine.scheduling.streams import Streams
+from engine.scheduling.targets import TargetCounts
 
 # Share of max_num_batched_tokens at which a step takes no further prompt. More prompt tokens would cost the same in the
 # next step, and here they would delay the first tokens of the prompts that end in this step.
@@ -71,8 +72,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.preempted = PreemptionCounts()
         self.drafter: Drafter | None = None
-        self.num_in_target = 0
-        self.num_over_target = 0
+        self.targets = TargetCounts(self.policy, clock)
         self.num_decodes = 0  # streams in the last plan
         self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
         self._streams = Streams(limits.max_num_seqs, self._seats, cache, self.policy)
@@ -99,8 +99,9 @@ class Scheduler:
         self.requests[request.request_id] = request
         if request.adapter_digest is not None:
             self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
-        request.arrived = self._clock()
-        self.policy.enter(request, request.arrived, Nearness(self.adapters, self.cache).near_among)
+        now = self._clock()
+        request.arrived = min(request.arrived, now)
+        self.policy.enter(request, now, Nearness(self.adapters, self.cache).near_among)
 
     def schedule(self, *, may_draft: bool = True) -> Plan:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
@@ -151,11 +152,12 @@ class Scheduler:
 
     def _append(self, request: Request, token_id: int) -> None:
         before = request.status  # waiting if it was preempted while its token was in flight
+        num_tokens = len(request.token_ids)
         request.append(token_id)
         if request.num_drafted:
             self.cache.advance(request, len(request.token_ids) - 1)
-        if request.ttft_target is not None and request.num_output_tokens == 1:
-            self._count_target(request)
+        if request.ttft_target is not None:
+            self.targets.moved(request, num_tokens)
         if request.status is Status.FINISHED:
             if before is Status.WAITING:
                 self.policy.remove(request)
@@ -368,20 +370,10 @@ class Scheduler:
             self.policy.add_service(request, -cost)
             request.planned_cost = 0.0
 
-    def _count_target(self, request: Request) -> None:
-        """Count a request's first token, or its end without one, as within or beyond its target."""
-        if request.ttft_target is not None:
-            is_over = self._clock() - request.arrived > request.ttft_target
-            is_met = bool(request.num_output_tokens) and not is_over
-            self.num_over_target += is_over
-            self.num_in_target += is_met
-            self.policy.count_target(request, is_met=is_met)
-
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.status is Status.WAITING:
             self.policy.remove(request)
-        if not request.num_output_tokens:
-            self._count_target(request)
+        self.targets.ending(request, reason)
         request.finish(reason, error)
         self._release(request)
 

@@ -15,6 +15,7 @@ from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
+from gateway.billing.targets import is_met, target_of
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field, decode_progress
@@ -76,6 +77,7 @@ class Account:
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.choices, self.is_whole = asked.choices, not asked.stream
+        self.target = target_of(asked, principal.tenant)
         self.hold = reservation.hold
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
@@ -138,6 +140,10 @@ class Account:
     def first_token_seconds(self) -> float | None:
         """Return the seconds from the request's arrival to a stream's first token."""
         return None if self._first_token is None else self._first_token - self.arrived
+
+    def is_target_met(self) -> bool | None:
+        """Return whether the ended request met its target; see `targets.is_met`."""
+        return is_met(self.target, self.ending, self.first_token_seconds, time.monotonic() - self.arrived)
 
     def queued(self, seconds: float) -> None:
         """Record the wait for an engine."""
@@ -308,6 +314,7 @@ class Accounting:
         """Start the settlement and the usage row. Only the first call has an effect."""
         if account.settlement is None:
             account.ending = ending
+            self._metrics.target_ended(account.principal.tenant.name, account.is_target_met())
             account.settlement = asyncio.create_task(self._close(account))
             self._closing.add(account.settlement)
             account.settlement.add_done_callback(self._closing.discard)

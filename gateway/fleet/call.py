@@ -96,6 +96,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     the tokens that may be generated for now.
     on_progress: called with the completion tokens so far of a whole answer. on_sent: called before the first byte goes
     to an engine, or before a load of the adapter is sent. engine: the only engine that may serve it; None for any.
+    arrived: time at which this gateway began to read it, in seconds of `time.monotonic`.
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     model: "Model"
     tenant: "Tenant"
     prompt_tokens: int
+    arrived: float
     sequences: int = 1
     span: Span = NO_SPAN
     trace: dict[str, str] = {}

@@ -153,7 +153,7 @@ class Fleet:
             self.rates.count(call.model.digest)
             place.on_wait = partial(self._hint, call)
         target = call.body.get("ttft_target") or tenant.ttft_target
-        place.deadline = deadline(place.arrived, target, call.body.get("priority") or 0)
+        place.deadline = deadline(call.arrived, target, call.body.get("priority") or 0)
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):

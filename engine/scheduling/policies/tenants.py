@@ -36,9 +36,9 @@ class TenantState:
     """Account of a tenant.
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
-    requests, in seconds. share: its part of the service of the last minute. entitled: its weight's part of the weights
-    of the active tenants. goodput: the part of its requests with a target, of the last minute, whose first token came
-    in time; None without such requests.
+    requests in this engine's queue, in seconds. share: its part of the service of the last minute. entitled: its
+    weight's part of the weights of the active tenants. goodput: the part of its requests with a target, of the last
+    minute, whose first token came in time; None without such requests.
     """
 
     tenant_id: str

@@ -139,6 +139,7 @@ class Asking:
             tenant=tenant,
             prompt_tokens=asked.prompt_tokens,
             sequences=asked.choices,
+            arrived=arrived,
             engine=engine,
         )
         if payer is not None:

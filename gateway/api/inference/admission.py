@@ -17,7 +17,8 @@ from gateway.api.scopes import PRINCIPAL
 from gateway.billing.account import Account, Accounting
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.lease_data import lease_data
-from gateway.errors import REQUEST_ID, RateLimited
+from gateway.billing.targets import target_of
+from gateway.errors import REQUEST_ID, RateLimited, Unavailable
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
 from gateway.quota.demand import Need
@@ -134,29 +135,44 @@ class Admission:
         request_id: str,
         arrived: float,
     ) -> Account:
-        """Reserve a request's amounts on the tenant's limits."""
+        """Reserve a request's amounts on the tenant's limits. A request that gets none missed its target."""
+        tenant = principal.tenant
+        try:
+            return await self._reserve(principal, model, asked, endpoint, request_id, arrived)
+        except (RateLimited, Unavailable) as refusal:
+            if isinstance(refusal, RateLimited):
+                self._metrics.refused(tenant.name, refusal.kind)
+            if target_of(asked, tenant) is not None:
+                self._metrics.target_ended(tenant.name, is_met=False)
+            raise
+
+    async def _reserve(
+        self,
+        principal: TenantPrincipal,
+        model: Model,
+        asked: InferenceRequest,
+        endpoint: Endpoint,
+        request_id: str,
+        arrived: float,
+    ) -> Account:
         tenant = principal.tenant
         await self._fleet.check(tenant.id, model, asked.named)
         self._accounting.check_room(tenant.id)
         base = self._catalog.bases.name_of(model.base)
         price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
-        try:
-            reservation = await self._quota.acquire(
-                principal,
-                model,
-                request_id,
-                Need(
-                    asked.prompt_tokens * weights.prompt,
-                    asked.max_tokens,
-                    choices=asked.choices * weights.completion,
-                    price=weights.price(price),
-                    grows=asked.stream or self._fleet.keeps_allowances(model.base),
-                    currency=self._prices.currency,
-                    by_default=asked.has_default_length,
-                ),
-                lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
-            )
-        except RateLimited as refusal:
-            self._metrics.refused(tenant.name, refusal.kind)
-            raise
+        reservation = await self._quota.acquire(
+            principal,
+            model,
+            request_id,
+            Need(
+                asked.prompt_tokens * weights.prompt,
+                asked.max_tokens,
+                choices=asked.choices * weights.completion,
+                price=weights.price(price),
+                grows=asked.stream or self._fleet.keeps_allowances(model.base),
+                currency=self._prices.currency,
+                by_default=asked.has_default_length,
+            ),
+            lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
+        )
         return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)

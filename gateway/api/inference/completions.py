@@ -108,6 +108,7 @@ class Completions:
             tenant=account.principal.tenant,
             prompt_tokens=asked.prompt_tokens,
             sequences=asked.choices,
+            arrived=account.arrived,
             span=request.get(SPAN, NO_SPAN),
             trace=_trace(request),
             hold=account.hold,

@@ -1,6 +1,7 @@
 """Our own engine: it pushes its state, orders tenants fairly, keeps allowances and loads adapters by itself."""
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from gateway.fleet.traits import LORAPLEX
 from wire.digests import digest_name
 from wire.error_codes import ENGINE_SHARE_USED, ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
 from wire.headers import (
+    AGE_HEADER,
     ALLOWANCE_HEADER,
     BASE_HEADER,
     INTERNAL_TOKEN_HEADER,
@@ -96,6 +98,7 @@ class Loraplex(EngineKind):
             TENANT_HEADER: call.tenant.id,
             WEIGHT_HEADER: repr(call.tenant.weight),
             PRIORITY_HEADER: str(call.tenant.priority),
+            AGE_HEADER: f"{max(0.0, time.monotonic() - call.arrived):.6f}",
         }
         if engine.state.base_digest is not None:
             # Another engine may have taken its address since its last report.

@@ -202,6 +202,7 @@ async def test_the_internal_token_guards_every_route_but_two(session, model):
             {"x-loraplex-priority": "9" * 400},
             {"x-loraplex-ttft-target": "0"},
             {"x-loraplex-ttft-target": "soon"},
+            *({"x-loraplex-age": age} for age in ("-1", "old", "inf", "9" * 400)),
             {"x-loraplex-tenant": "\u00e9"},
         ]:
             status, answer = await client.post("/v1/completions", LONG, headers=headers | bad)

@@ -4,14 +4,25 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.request import Request
-from tests.engine.scheduling.world import PREEMPT_AFTER_S, Asked, Wait, World, requests_of, run, with_one_weight_each
+from tests.engine.scheduling.world import (
+    ORDERING,
+    PREEMPT_AFTER_S,
+    SAMPLE,
+    SEARCH,
+    Asked,
+    Wait,
+    World,
+    requests_of,
+    run,
+    with_one_weight_each,
+)
 
 # Steps in which the test of the bound lets requests arrive, and steps after that in which waits may begin.
 ARRIVALS, WATCHED = 60, 500
@@ -83,6 +94,7 @@ requests = st.builds(
     outputs=st.integers(1, 400),
     adapter=st.sampled_from([None, None, "x", "y", "z"]),
     leaves=st.one_of(st.none(), st.integers(0, 50)),
+    **ORDERING,
 )
 
 
@@ -124,13 +136,30 @@ def check_work(world: World, made: list[tuple[Asked, Request]], charged: Counter
     assert not world.scheduler.num_waiting
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
-@given(st.lists(requests, min_size=1, max_size=30, unique=True), st.integers(1, 6), st.sampled_from([40, 60, 200]))
-def test_no_work_is_lost_or_counted_twice(asked: list[Asked], seats: int, blocks: int) -> None:
+serves = given(
+    st.lists(requests, min_size=1, max_size=30, unique=True), st.integers(1, 6), st.sampled_from([40, 60, 200])
+)
+
+
+def check_serving(asked: list[Asked], seats: int, blocks: int) -> None:
     world = World(seats, blocks)
     charged = charges(world)
-    made = run(world, with_one_weight_each(asked), 20_000)
+    made = run(world, asked, 20_000)
     check_work(world, made, charged)
+
+
+@settings(SAMPLE, max_examples=30)
+@serves
+def test_no_work_is_lost_or_counted_twice(asked: list[Asked], seats: int, blocks: int) -> None:
+    check_serving(asked, seats, blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(SEARCH, max_examples=600)
+@serves
+def test_no_work_is_lost_in_new_examples(asked: list[Asked], seats: int, blocks: int) -> None:
+    check_serving(asked, seats, blocks)
 
 
 def test_tokens_computed_again_after_preemptions_are_free_and_none_is_lost() -> None:
@@ -152,7 +181,7 @@ def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
 
     The engine refuses a request that the cache could not hold.
     """
-    asked = [replace(a, outputs=min(a.outputs, 16 * world.blocks - a.prompt)) for a in with_one_weight_each(asked)]
+    asked = [replace(a, outputs=min(a.outputs, 16 * world.blocks - a.prompt)) for a in asked]
     run(world, asked, ARRIVALS + WATCHED)
     for wait in list(world.waits.values()):
         while world.waits.get(wait.tenant_id) is wait and world.lateness(wait) <= 0:
@@ -161,24 +190,44 @@ def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
     return late + [wait for wait in world.waits.values() if world.lateness(wait) > 0]
 
 
-@pytest.mark.usefixtures("takes_a_core")
-@settings(max_examples=20, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
-@given(
-    st.lists(requests_of("abcd", ARRIVALS), min_size=8, max_size=24, unique=True),
+asked_lists = st.lists(requests_of("abcd", ARRIVALS), min_size=8, max_size=24, unique=True)
+# Arrivals, seats, blocks, slack and the stretch of a pacer, or None without one. In half of the lists the weights of
+# tenants change.
+waits = given(
+    st.one_of(asked_lists, asked_lists.map(with_one_weight_each)),
     st.integers(1, 4),
     st.sampled_from([40, 60, 200, 2000]),
     st.sampled_from([0.0, 256.0]),
     st.sampled_from([None, 1.8]),
 )
+
+
+def check_waits(asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None) -> None:
+    policy, pacer = FairShare(slack, preempt_after=PREEMPT_AFTER_S), None if stretch is None else Pacer(stretch)
+    assert not late_waits(World(seats, blocks, policy, pacer), asked)
+
+
+@pytest.mark.usefixtures("takes_a_core")
+@settings(SAMPLE, max_examples=20)
+@waits
 def test_a_wait_is_bounded_whatever_the_others_max_tokens(
     asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
 ) -> None:
     """The bound contains no output length. It is a few hundred steps, and the streams are longer than that.
 
-    Prompts are up to five times as long as a step. stretch: that of a pacer; None: without one.
+    Prompts are up to five times as long as a step.
     """
-    policy, pacer = FairShare(slack, preempt_after=PREEMPT_AFTER_S), None if stretch is None else Pacer(stretch)
-    assert not late_waits(World(seats, blocks, policy, pacer), asked)
+    check_waits(asked, seats, blocks, slack, stretch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(SEARCH, max_examples=400)
+@waits
+def test_a_wait_is_bounded_in_new_examples(
+    asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
+) -> None:
+    check_waits(asked, seats, blocks, slack, stretch)
 
 
 @pytest.mark.parametrize("blocks", [60, 2000])

@@ -1,15 +1,27 @@
 """No request's wait for its first token depends on another tenant's max_tokens, also if its own tenant has streams."""
 
+import operator
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import QUANTUM, Request, Status
-from tests.engine.scheduling.world import PREEMPT_AFTER_S, STEP_S, Asked, World, requests_of, run, with_one_weight_each
+from tests.engine.scheduling.world import (
+    ORDERING,
+    PREEMPT_AFTER_S,
+    SAMPLE,
+    SEARCH,
+    STEP_S,
+    Asked,
+    World,
+    requests_of,
+    run,
+    with_one_weight_each,
+)
 
 ARRIVALS, WATCHED = 40, 300
 
@@ -18,8 +30,8 @@ ARRIVALS, WATCHED = 40, 300
 class FirstToken:
     """A request's wait for its first token. since: its first step. running: its tenant's running requests then.
 
-    credit: cost that each other tenant may be served before the waiting one, because it was behind when the wait began,
-    or when its own requests came. The others are the world's totals at the beginning.
+    lead: by other tenant, service per weight by which it was behind when the wait began, or when its own requests came:
+    it may be served that much before the waiting one. The others are the world's totals at the beginning.
     """
 
     request: Request
@@ -30,7 +42,7 @@ class FirstToken:
     num_started: int
     num_gaps: int
     num_lost: int
-    credit: dict[str, float] = field(default_factory=dict)
+    lead: dict[str, float] = field(default_factory=dict)
 
 
 class RequestWorld(World):
@@ -70,16 +82,16 @@ class RequestWorld(World):
             self.num_lost[tenant_id],
         )
         for other in others:
-            self._credit(wait, other)
+            self._note_lead(wait, other)
         for earlier in self.open.values():
             if earlier.request.tenant_id != tenant_id:
-                self._credit(earlier, tenant_id)
+                self._note_lead(earlier, tenant_id)
         self.open[request] = wait
         return request
 
-    def _credit(self, wait: FirstToken, other: str) -> None:
+    def _note_lead(self, wait: FirstToken, other: str) -> None:
         behind = self.policy.counter(wait.request.tenant_id) - self.policy.counter(other)
-        wait.credit.setdefault(other, max(0.0, behind) * self.weights[other])
+        wait.lead.setdefault(other, max(0.0, behind))
 
     def _cost_of(self, tenant_id: str) -> float:
         """Return the tenant's executed cost and its adapters' loads."""
@@ -115,18 +127,18 @@ class RequestWorld(World):
         gaps = self.num_gaps[tenant_id] - wait.num_gaps
         prompts = sum(r.num_prompt_tokens for r in own)
         assert gaps <= len(own) + (prompts + outputs) // QUANTUM + self.num_lost[tenant_id] - wait.num_lost
-        ahead = (self._cost_of(tenant_id) - wait.cost) / self.weights[tenant_id] + self.slack
-        credits = sum(credit + ahead * self.weights[other] for other, credit in wait.credit.items())
+        ahead = (self._cost_of(tenant_id) - wait.cost) / self.lightest[tenant_id] + self.slack
+        credits = sum((lead + ahead) * self.heaviest[other] for other, lead in wait.lead.items())
         again = (1 + self.steps_per_token) * (self.num_again_started - wait.again)
         steps = prompts + self.steps_per_token * outputs + 2 * len(own) + credits + again
         num_adapters = len({r.adapter_digest for r in own if r.adapter_digest})
-        steps += (2 + num_adapters) * self.steps_to_give_way(wait.credit)
+        steps += (2 + num_adapters) * self.steps_to_give_way(wait.lead)
         return self.steps - wait.since - gaps * PREEMPT_AFTER_S / STEP_S - steps / self.paced_share
 
 
 def late_requests(world: RequestWorld, asked: list[Asked]) -> list[str]:
     """Run until every request that came in the first steps has its first token. Return those beyond their bounds."""
-    asked = [replace(a, outputs=min(a.outputs, 16 * world.blocks - a.prompt)) for a in with_one_weight_each(asked)]
+    asked = [replace(a, outputs=min(a.outputs, 16 * world.blocks - a.prompt)) for a in asked]
     run(world, asked, ARRIVALS + WATCHED)
     for request, wait in list(world.open.items()):
         while request in world.open and world.lateness(wait) <= 0:
@@ -144,25 +156,46 @@ own_requests = st.builds(
     outputs=st.integers(1, 40),
     adapter=st.sampled_from([None, None, "x", "y", "z"]),
     leaves=st.one_of(st.none(), st.none(), st.integers(0, 20)),
+    **ORDERING,
 )
-
-
-@pytest.mark.usefixtures("takes_a_core")
-@settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
-@given(
+asked_lists = st.builds(
+    operator.add,
     st.lists(own_requests, min_size=3, max_size=8, unique=True),
     st.lists(requests_of("bcd", ARRIVALS), min_size=4, max_size=12, unique=True),
+)
+# Arrivals, seats, blocks, slack and the stretch of a pacer, or None without one. In half of the lists the weights of
+# tenants change.
+waits = given(
+    st.one_of(asked_lists, asked_lists.map(with_one_weight_each)),
     st.integers(1, 4),
     st.sampled_from([40, 60, 2000]),
     st.sampled_from([0.0, 256.0]),
     st.sampled_from([None, 1.8]),
 )
-def test_a_busy_tenants_wait_is_bounded_whatever_the_others_max_tokens(
-    own: list[Asked], others: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
-) -> None:
-    """stretch: that of a pacer; None: without one."""
+
+
+def check_waits(asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None) -> None:
     policy, pacer = FairShare(slack, preempt_after=PREEMPT_AFTER_S), None if stretch is None else Pacer(stretch)
-    assert not late_requests(RequestWorld(seats, blocks, policy, pacer), own + others)
+    assert not late_requests(RequestWorld(seats, blocks, policy, pacer), asked)
+
+
+@pytest.mark.usefixtures("takes_a_core")
+@settings(SAMPLE, max_examples=8)
+@waits
+def test_a_busy_tenants_wait_is_bounded_whatever_the_others_max_tokens(
+    asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
+) -> None:
+    check_waits(asked, seats, blocks, slack, stretch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(SEARCH, max_examples=200)
+@waits
+def test_a_busy_tenants_wait_is_bounded_in_new_examples(
+    asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
+) -> None:
+    check_waits(asked, seats, blocks, slack, stretch)
 
 
 @pytest.mark.parametrize("preempts", [True, False])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adapters.tiers import device_pool
@@ -19,11 +19,12 @@ from engine.scheduling.request import QUANTUM, NewRequest, Request, SamplingPara
 from engine.scheduling.scheduler import Scheduler
 from testing.adapter_files import BASE
 from testing.device_pools import EveryAdapter, Worker
+from tests.engine.scheduling.world import ORDERING, SAMPLE, SEARCH, with_one_weight_each
 
 # Pages for one reservation of each tenant: the largest adapters have four pages.
 TENANTS, PAGES, STEP_S = "abc", 12, 0.1
-# Blocks that no request lacks.
-AMPLE = 20_000
+# Blocks and seats that no request lacks.
+AMPLE, AMPLE_SEATS = 20_000, 64
 RANKS = (8, 16, 24, 32, 32)
 # The documented bounds of a tenant with nothing running and of one with running requests, with two copies of a step
 # each, of another adapter and of the waiting one, and the step that begins the request. No load: the adapters are in
@@ -43,13 +44,19 @@ class RankedAdapters(EveryAdapter):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. leaves: steps after its arrival in which its client leaves; the default: never."""
+    """A request. leaves: steps after its arrival in which its client leaves; the default: never. age: seconds since its
+    arrival at the gateway when it comes.
+    """
 
     at: int
     tenant_id: str
     adapter: int
     outputs: int
     leaves: int | None = None
+    weight: float = 1.0
+    priority: int = 0
+    target: float | None = None
+    age: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,9 +71,10 @@ class Began:
 
 @dataclass
 class World:
-    """A scheduler with free seats, and a pool with few pages, both on one clock."""
+    """A scheduler, and a pool with few pages, both on one clock."""
 
     blocks: int = AMPLE
+    seats: int = AMPLE_SEATS
     now: float = 1000.0
     worker: Worker = field(default_factory=Worker)
     policy: FairShare = field(default_factory=FairShare)
@@ -92,14 +100,24 @@ class World:
         self.pool._copier.shutdown()
         self.pool._copier = self.worker  # type: ignore[assignment]
         self.scheduler = Scheduler(
-            KVCache(self.blocks, 16), self.pool, StepLimits(64, 640), policy=self.policy, clock=lambda: self.now
+            KVCache(self.blocks, 16), self.pool, StepLimits(self.seats, 640), policy=self.policy, clock=lambda: self.now
         )
 
-    def ask(self, asked: Asked, weight: float) -> None:
+    def ask(self, asked: Asked) -> None:
         self.arrivals += 1
         params = SamplingParams(max_tokens=min(asked.outputs, 16 * self.blocks - 1), ignore_eos=True)
         digest = f"{asked.tenant_id}{asked.adapter}"
-        new = NewRequest(f"r{self.arrivals}", [self.arrivals], params, digest, asked.tenant_id, weight)
+        new = NewRequest(
+            f"r{self.arrivals}",
+            [self.arrivals],
+            params,
+            digest,
+            asked.tenant_id,
+            asked.weight,
+            asked.priority,
+            asked.target,
+            arrived=self.now - asked.age,
+        )
         request = Request(new, arrival=self.arrivals)
         self.scheduler.add(request)
         if asked.leaves is not None:
@@ -150,7 +168,7 @@ class World:
                 del waits[tenant_id]
             for tenant_id in tenants:
                 waits.setdefault(tenant_id, began)
-        for_blocks = 0.0 if self.blocks == AMPLE else BLOCKS_BOUND_S
+        for_blocks = 0.0 if (self.blocks, self.seats) == (AMPLE, AMPLE_SEATS) else BLOCKS_BOUND_S
         for one in self.idle.values():
             self.longest_idle = max(self.longest_idle, self.now - one.at)
             again = 2 * (self.num_again - one.num_again) * STEP_S
@@ -160,13 +178,12 @@ class World:
             self.late = max(self.late, self.now - one.at - BUSY_BOUND_S)
 
 
-def run(asked: list[Asked], weights: tuple[float, ...], seconds: float, blocks: int = AMPLE) -> World:
+def run(asked: list[Asked], seconds: float, blocks: int = AMPLE, seats: int = AMPLE_SEATS) -> World:
     """Run until all requests have come, and then until all have ended, for at most `seconds`."""
-    world, left, steps = World(blocks), sorted(asked, key=lambda a: a.at), round(seconds / STEP_S)
+    world, left, steps = World(blocks, seats), sorted(asked, key=lambda a: a.at), round(seconds / STEP_S)
     while world.arrivals < len(left) or (world.scheduler.requests and steps):
         while world.arrivals < len(left) and left[world.arrivals].at <= world.now * 10 - 10_000:
-            one = left[world.arrivals]
-            world.ask(one, weights[TENANTS.index(one.tenant_id)])
+            world.ask(left[world.arrivals])
         world.step()
         steps -= world.arrivals == len(left)
     return world
@@ -193,30 +210,38 @@ requests = st.builds(
     adapter=st.integers(0, len(RANKS) - 1),
     outputs=st.one_of(st.integers(1, 20), st.integers(200, 2000)),
     leaves=st.one_of(st.none(), st.none(), st.integers(0, 150)),
+    weight=st.sampled_from([1.0, 2.0]),
+    **ORDERING,
 )
+asked_lists = st.lists(requests, min_size=6, max_size=30)
+# Arrivals, blocks and seats. In half of the lists the weights of tenants change.
+waits = given(
+    st.one_of(asked_lists, asked_lists.map(with_one_weight_each)),
+    st.sampled_from([60, AMPLE]),
+    st.sampled_from([2, AMPLE_SEATS]),
+)
+WITH_CLOCK = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 @pytest.mark.usefixtures("takes_a_core")
-@settings(
-    max_examples=15,
-    phases=[Phase.explicit, Phase.generate],
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    st.lists(requests, min_size=6, max_size=30),
-    st.tuples(*[st.sampled_from([1.0, 2.0])] * len(TENANTS)),
-    st.sampled_from([60, AMPLE]),
-)
-def test_the_wait_for_pages_is_bounded(
-    clock: None, asked: list[Asked], weights: tuple[float, ...], blocks: int
-) -> None:
+@settings(SAMPLE, max_examples=15, **WITH_CLOCK)
+@waits
+def test_the_wait_for_pages_is_bounded(clock: None, asked: list[Asked], blocks: int, seats: int) -> None:
     """The requests that hold pages run for up to 200 s; each wait that begins in the first 15 s is decided.
 
-    With 60 blocks the bound is the sum of those of pages and of blocks.
+    With 60 blocks or two seats the bound is the sum of those of pages and of seats and blocks.
     """
-    assert run(asked, weights, BUSY_BOUND_S + BLOCKS_BOUND_S, blocks).late <= 1e-6
+    assert run(asked, BUSY_BOUND_S + BLOCKS_BOUND_S, blocks, seats).late <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(SEARCH, max_examples=300, **WITH_CLOCK)
+@waits
+def test_the_wait_for_pages_is_bounded_in_new_examples(
+    clock: None, asked: list[Asked], blocks: int, seats: int
+) -> None:
+    assert run(asked, BUSY_BOUND_S + BLOCKS_BOUND_S, blocks, seats).late <= 1e-6
 
 
 @pytest.mark.parametrize("preempts", [True, False])
@@ -228,7 +253,7 @@ def test_without_preemption_for_pages_the_bound_does_not_hold(
     asked = [Asked(i, "ab"[i % 2], 2 + i // 2, 2000) for i in range(6)]
     # The second preemption for the same tenant comes 10 s after its reservation.
     asked += [Asked(60, "c", 3, 10), Asked(85, "c", 4, 10)]
-    world = run(asked, (1.0, 1.0, 1.0), BOUND_S + 2 * STEP_S)
+    world = run(asked, BOUND_S + 2 * STEP_S)
     assert (world.late > 1e-6) is not preempts
     if preempts:
         assert world.longest_idle > 10
@@ -241,8 +266,9 @@ def test_a_tenant_with_a_stream_waits_twenty_seconds_for_the_pages_of_its_next_a
     """Tenant a has two streams, b with twice the weight has one, so b is behind when it needs another adapter."""
     if not preempts:
         monkeypatch.setattr(FairShare, "gives_way", lambda *_: False)
-    asked = [Asked(0, "a", 3, 2000), Asked(1, "b", 3, 2000), Asked(2, "a", 4, 2000), Asked(60, "b", 4, 10)]
-    world = run(asked, (1.0, 2.0, 1.0), BUSY_BOUND_S + 2 * STEP_S)
+    asked = [Asked(0, "a", 3, 2000), Asked(1, "b", 3, 2000, weight=2.0), Asked(2, "a", 4, 2000)]
+    asked.append(Asked(60, "b", 4, 10, weight=2.0))
+    world = run(asked, BUSY_BOUND_S + 2 * STEP_S)
     assert (world.late > 1e-6) is not preempts
     if preempts:
         assert world.longest_busy > 19
@@ -256,5 +282,5 @@ def test_without_preemption_for_blocks_the_sum_of_both_bounds_does_not_hold(
     if not preempts:
         monkeypatch.setattr(FairShare, "preemptible", lambda *_, **__: [])
     asked = [Asked(0, "a", 3, 2000), Asked(60, "c", 3, 10)]
-    world = run(asked, (1.0, 1.0, 1.0), 10 + BOUND_S + BLOCKS_BOUND_S + 1, blocks=60)
+    world = run(asked, 10 + BOUND_S + BLOCKS_BOUND_S + 1, blocks=60)
     assert (world.late > 1e-6) is not preempts

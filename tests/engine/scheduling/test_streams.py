@@ -136,7 +136,7 @@ def describe(engine: Engine) -> tuple[Any, ...]:
         dict(cache._by_key),
         scheduler.num_decodes,
         scheduler.num_preemptions,
-        (scheduler.num_in_target, scheduler.num_over_target),
+        (scheduler.targets.num_met, scheduler.targets.num_missed),
         engine.state().num_generated_tokens,
     )
 

@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 
 from adapters.tiers.device_pool import Residency
@@ -73,7 +75,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of the simulation. leaves: tokens after which its client leaves."""
+    """A request of the simulation. leaves: tokens after which its client leaves. age: seconds since its arrival at the
+    gateway when it comes.
+    """
 
     at: int
     tenant_id: str
@@ -82,6 +86,22 @@ class Asked:
     outputs: int
     adapter: str | None = None
     leaves: int | None = None
+    priority: int = 0
+    target: float | None = None
+    age: float = 0.0
+
+
+# A simulation's class of requests, with a tenant and a weight.
+AnyAsked = TypeVar("AnyAsked", bound=Any)
+# Values that order one tenant's requests.
+ORDERING = {
+    "priority": st.sampled_from([0, 0, -1, 2]),
+    "target": st.sampled_from([None, None, 0.1, 5.0]),
+    "age": st.sampled_from([0.0, 0.0, 3.0, 30.0]),
+}
+# Settings of the properties in every run of the tests, and in the slow ones, which find new examples each time.
+SAMPLE = settings(deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+SEARCH = settings(deadline=None, database=None, print_blob=True, phases=(Phase.generate, Phase.shrink))
 
 
 def requests_of(tenants: str, last: int) -> st.SearchStrategy[Asked]:
@@ -95,6 +115,7 @@ def requests_of(tenants: str, last: int) -> st.SearchStrategy[Asked]:
         outputs=st.one_of(st.integers(1, 20), st.integers(500, 4000)),
         adapter=st.sampled_from([None, None, "x", "y", "z"]),
         leaves=st.one_of(st.none(), st.none(), st.integers(0, 50)),
+        **ORDERING,
     )
 
 
@@ -102,14 +123,15 @@ def requests_of(tenants: str, last: int) -> st.SearchStrategy[Asked]:
 class Wait:
     """A tenant's wait with nothing running. since: its first step. counter: the tenant's at that time.
 
-    credit: cost that each other tenant may be served before the waiting one, because it was behind when the wait began,
-    or when its own requests came. again: tokens that the other tenants' streams computed again after their admission.
+    lead: by other tenant, service per weight by which it was behind when the wait began, or when its own requests came:
+    it may be served that much before the waiting one. again: tokens that the other tenants' streams computed again
+    after their admission.
     """
 
     tenant_id: str
     since: int
     counter: float
-    credit: dict[str, float] = field(default_factory=dict)
+    lead: dict[str, float] = field(default_factory=dict)
     again: int = 0
 
 
@@ -142,10 +164,14 @@ class World:
         self.again: Counter[str] = Counter()
         self.num_computed = self.num_again = 0
         self.arrivals = 0
-        self.weights: dict[str, float] = {}
+        # The greatest and the least weight of each tenant's requests: an operator may change it while they run.
+        self.heaviest: dict[str, float] = {}
+        self.lightest: dict[str, float] = {}
         # By tenant: tokens of its longest prompt.
         self.longest: Counter[str] = Counter()
         self.leaving: dict[Request, int] = {}
+        # By request without a first step: the time that orders it among its tenant's.
+        self.due: dict[Request, float] = {}
         self._ran: set[Request] = set()
         self.waits: dict[str, Wait] = {}
         self.ended_waits: list[tuple[Wait, float]] = []
@@ -155,18 +181,31 @@ class World:
         prompt = [self.arrivals * 1000 + i for i in range(asked.prompt)]
         params = SamplingParams(max_tokens=asked.outputs, ignore_eos=True)
         new = NewRequest(
-            f"{asked.tenant_id}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant_id, asked.weight
+            f"{asked.tenant_id}-{self.arrivals}",
+            prompt,
+            params,
+            asked.adapter,
+            asked.tenant_id,
+            asked.weight,
+            asked.priority,
+            asked.target,
+            arrived=self.now - asked.age,
         )
-        request = Request(new, arrival=self.arrivals)
-        self.weights[asked.tenant_id] = asked.weight
-        self.longest[asked.tenant_id] = max(self.longest[asked.tenant_id], asked.prompt)
+        request, tenant_id = Request(new, arrival=self.arrivals), asked.tenant_id
+        self.heaviest[tenant_id] = max(asked.weight, self.heaviest.get(tenant_id, asked.weight))
+        self.lightest[tenant_id] = min(asked.weight, self.lightest.get(tenant_id, asked.weight))
+        self.longest[tenant_id] = max(self.longest[tenant_id], asked.prompt)
+        target = 10.0 if asked.target is None else asked.target
+        self.due[request] = self.now - asked.age + target + 10 * asked.priority
         self.scheduler.add(request)
         if asked.leaves is not None:
             self.leaving[request] = asked.leaves
         return request
 
     def step(self) -> dict[Request, int]:
+        placed = {None, *self.pool.placed}
         plan = self.scheduler.schedule()
+        self._check_order(plan, placed)
         for request, num_tokens in plan.items():
             assert len(request.blocks) * 16 >= request.num_computed + num_tokens
             if request not in self._ran:
@@ -184,6 +223,20 @@ class World:
         self._measure()
         self._leave(before_the_launch=False)
         return plan
+
+    def _check_order(self, plan: Plan, placed: Set[str | None]) -> None:
+        """Check that no request has its first step before one of its tenant that is due earlier and could begin.
+
+        placed: the adapters that were on the device before the step, and None for the base model.
+        """
+        if isinstance(self.policy, FirstCome):
+            return
+        started = {request: self.due.pop(request) for request in plan if request in self.due}
+        self.due = {request: due for request, due in self.due.items() if request.status is not Status.FINISHED}
+        for request, due in started.items():
+            for other, earlier in self.due.items():
+                is_passed = other.tenant_id == request.tenant_id and earlier < due
+                assert not (is_passed and other.adapter_digest in placed and other.status is Status.WAITING)
 
     def _seconds_of(self, plan: Plan) -> float:
         """Return the duration of a step, which the pacer observes."""
@@ -223,16 +276,15 @@ class World:
             counted = streams if wait.since == self.steps else streams - self._ran
             wait.again += sum(self.again[r.request_id] for r in counted)
             for other in active - {tenant_id}:
-                behind = max(0.0, wait.counter - self.policy.counter(other))
-                wait.credit.setdefault(other, behind * self.weights[other])
+                wait.lead.setdefault(other, max(0.0, wait.counter - self.policy.counter(other)))
         self._ran = streams
 
     def lateness(self, wait: Wait) -> float:
         """Return the number of steps by which a wait exceeds the documented bound: see docs/design/step-loop.md."""
         # The load of its adapter is charged while it waits.
         more = max(0.0, self.policy.counter(wait.tenant_id) - wait.counter) + self.slack
-        credits = sum(credit + more * self.weights[other] for other, credit in wait.credit.items())
-        steps = credits + self.steps_to_give_way(wait.credit) + (1 + self.steps_per_token) * wait.again
+        credits = sum((lead + more) * self.heaviest[other] for other, lead in wait.lead.items())
+        steps = credits + self.steps_to_give_way(wait.lead) + (1 + self.steps_per_token) * wait.again
         return self.steps - wait.since - PREEMPT_AFTER_S / STEP_S - steps / self.paced_share
 
     def steps_to_give_way(self, tenants: Iterable[str]) -> float:
@@ -253,14 +305,15 @@ class World:
         return 1.0 if self.pacer is None else PACED_SHARE
 
 
-def with_one_weight_each(asked: list[Asked]) -> list[Asked]:
+def with_one_weight_each(asked: list[AnyAsked]) -> list[AnyAsked]:
+    """Return the requests with their tenants' last weights."""
     weights = {a.tenant_id: a.weight for a in asked}
-    return sorted((replace(a, weight=weights[a.tenant_id]) for a in asked), key=lambda a: a.at)
+    return [replace(a, weight=weights[a.tenant_id]) for a in asked]
 
 
 def run(world: World, asked: list[Asked], most_steps: int) -> list[tuple[Asked, Request]]:
-    """Run until all requests have ended, for at most `most_steps`. asked: by time."""
-    made: list[tuple[Asked, Request]] = []
+    """Run until all requests have ended, for at most `most_steps`."""
+    asked, made = sorted(asked, key=lambda a: a.at), list[tuple[Asked, Request]]()
     while (len(made) < len(asked) or world.scheduler.requests) and world.steps < most_steps:
         while len(made) < len(asked) and asked[len(made)].at <= world.steps:
             one = asked[len(made)]

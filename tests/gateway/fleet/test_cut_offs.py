@@ -90,7 +90,7 @@ class Broken:
         self.hangs = asyncio.Event()
         self._found = list(found)
         model, tenant = cast(Any, SimpleNamespace(digest=None, suspects=())), cast(Any, SimpleNamespace(id="a"))
-        fields: dict[str, Any] = {"path": "/", "body": {}, "named": NamedBody({}), "prompt_tokens": 1}
+        fields: dict[str, Any] = {"path": "/", "body": {}, "named": NamedBody({}), "prompt_tokens": 1, "arrived": 0.0}
         self._call = Call(request_id="r", model=model, tenant=tenant, **fields)
         quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
         self.attempts = Attempts(*cast(Any, (self, self, quarantine)))

@@ -75,6 +75,7 @@ class Server(Vllm):
             model=model,
             tenant=cast(Any, SimpleNamespace(id=tenant_id)),
             prompt_tokens=prompt_tokens,
+            arrived=0.0,
             on_sent=lambda: self.steps.append(name),
         )
         return asyncio.create_task(self.send(self.engine, call))
