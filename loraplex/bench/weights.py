@@ -7,7 +7,7 @@ from loraplex.bench.access import tenants_weights
 from loraplex.bench.load import Load
 from loraplex.bench.run import BenchError, Server
 
-SHARES = "shares (of_entitled) are computed with the scenario's weights"
+SHARES = "shares (of_entitled) are computed with the load's weights"
 
 
 async def compare_weights(

@@ -82,7 +82,7 @@ async def test_weights_in_the_same_proportion_give_no_warning():
 async def test_other_weights_at_the_gateway_are_a_warning(one, two):
     _, warning, _ = await compared(load(one, two), {"acme": 1, "glob/ex": 2})
     assert warning == (
-        "shares (of_entitled) are computed with the scenario's weights, which are not in proportion to those of the "
+        "shares (of_entitled) are computed with the load's weights, which are not in proportion to those of the "
         f"server's tenants: one {one}, there 1, two {two}, there 2"
     )
 
@@ -100,7 +100,7 @@ async def test_unknown_weights_are_a_warning_if_the_scenarios_differ(weight, adm
     weights = {"acme": weight, "glob/ex": weight}
     known, warning, _ = await compared(load(1.0, 2.0, wrong=wrong), weights, admin_key)
     assert known is None
-    assert warning.startswith("shares (of_entitled) are computed with the scenario's weights; those of the server's")
+    assert warning.startswith("shares (of_entitled) are computed with the load's weights; those of the server's")
     assert warning.endswith(why)
     assert "key-" not in warning
     assert ADMIN not in warning
