@@ -66,8 +66,6 @@ class BadRequest(GatewayError):
 
 
 class RankNotServed(BadRequest):
-    """The adapter's rank is larger than the engine serves."""
-
     code = "adapter_rank_not_served"
 
 
