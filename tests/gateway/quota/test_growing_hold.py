@@ -34,7 +34,7 @@ def upstream(upstream: Upstream) -> Upstream:
 
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
-@pytest.mark.parametrize("at_once", [100, 200])
+@pytest.mark.parametrize("at_once", [pytest.param(100, marks=pytest.mark.slow), 200])
 @pytest.mark.parametrize(
     ("max_tokens", "median", "spread", "lasts"),
     [
