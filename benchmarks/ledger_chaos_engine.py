@@ -11,7 +11,8 @@ from pathlib import Path
 from aiohttp import web
 
 from engine.answering.usage_log import UsageLog, UsageSlot
-from testing.gateway.upstream import TOKEN, usage
+from testing.gateway.upstream import TOKEN
+from testing.gateway.upstream_bodies import usage
 
 PROMPT_TOKENS = 11
 CACHED_TOKENS = 3

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
@@ -15,9 +14,10 @@ from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
+from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.error_codes import code_of, known_code
-from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
+from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field, decode_progress
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest
@@ -39,19 +39,6 @@ SETTLE_PATIENCE_SECONDS = 1.0
 # Maximum wait for an engine's final count after an answer was cut off: the engine stops within a step, or was killed
 # and is restarted. After it `LeaseRecovery` settles the request: it waits longer, with the tenant's slot released.
 OUTCOME_PATIENCE_SECONDS = 10.0
-
-
-@dataclass(slots=True)
-class RateEnd:
-    """End of an answer that reached the limit of its token rates.
-
-    by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. cut: the error
-    for which the gateway stopped an engine that keeps no allowance.
-    """
-
-    by_engine: bool = False
-    is_handled: bool = False
-    cut: RateLimited | None = None
 
 
 class Account:

@@ -11,31 +11,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Self, TypedDict
+from typing import Any, Literal, Self
 
 from aiohttp import web
 
+from testing.gateway.upstream_bodies import Finished, counts, logprob, usage
 from testing.serving import serving
 from wire.digests import bare_digest, digest_name
 from wire.mixtures import Mixture, is_mixture, parse_terms
 from wire.responses import ASK_TOKENS, REPORT_TYPE
 
 TOKEN = "tests-token-8e2b6f4091cd57a3"
-PROMPT_TOKENS = 11
-CACHED_TOKENS = 3
-
-
-class Counts(TypedDict):
-    completion_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-
-
-class Finished(Counts):
-    """The cost of a request, as returned by `GET /finished`. finish_reason: None until it ends."""
-
-    id: str
-    finish_reason: str | None
 
 
 class Upstream:
@@ -388,22 +374,3 @@ class Upstream:
     def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
         pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}
         return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"], **pad}
-
-
-def logprob(text: str) -> dict[str, Any]:
-    """Return log-probabilities in which `text` has probability 0.5 and another token has 0.1."""
-    tops = [{"token": text, "logprob": math.log(0.5)}, {"token": "other", "logprob": math.log(0.1)}]
-    return {**tops[0], "top_logprobs": tops}
-
-
-def counts(tokens: int) -> Counts:
-    return {"completion_tokens": tokens, "prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}
-
-
-def usage(tokens: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": PROMPT_TOKENS,
-        "completion_tokens": tokens,
-        "total_tokens": PROMPT_TOKENS + tokens,
-        "prompt_tokens_details": {"cached_tokens": CACHED_TOKENS},
-    }

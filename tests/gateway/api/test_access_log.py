@@ -10,7 +10,7 @@ import pytest
 from gateway.caller import find_address
 from gateway.log_format import JsonFormatter
 from testing.gateway.running import ADMIN_KEY, Gateway, settings, until
-from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS
+from testing.gateway.upstream_bodies import CACHED_TOKENS, PROMPT_TOKENS
 
 
 def lines(caplog: pytest.LogCaptureFixture, route: str) -> list[str]:

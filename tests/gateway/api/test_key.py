@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.quota.quota import Quota
 from loraplex.cli import main
 from testing.gateway.running import Gateway, until
-from testing.gateway.upstream import PROMPT_TOKENS
+from testing.gateway.upstream_bodies import PROMPT_TOKENS
 
 
 def first_of_next_month() -> datetime:

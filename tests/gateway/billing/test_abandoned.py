@@ -28,7 +28,8 @@ from gateway.redis.sweeps import register
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON
 from testing.gateway.running import Gateway, running, settings, until
-from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+from testing.gateway.upstream import TOKEN, Upstream
+from testing.gateway.upstream_bodies import CACHED_TOKENS, PROMPT_TOKENS
 from testing.ports import free_port
 from wire.responses import FinishedRequest
 

@@ -24,7 +24,8 @@ from gateway.fleet.answers import (
 )
 from gateway.fleet.engine import EngineState
 from testing.gateway.running import Gateway
-from testing.gateway.upstream import Upstream, counts
+from testing.gateway.upstream import Upstream
+from testing.gateway.upstream_bodies import counts
 from tests.gateway.fleet.test_receipts import row_of
 from wire.responses import FIELDS_HEADER, EngineStateResponse, GenerationProgress
 

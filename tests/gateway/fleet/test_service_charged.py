@@ -12,7 +12,8 @@ import pytest
 
 from gateway.fleet.service_counters import ServiceCounters
 from testing.gateway.running import Client, becomes, running, settings
-from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, Upstream
+from testing.gateway.upstream import Upstream
+from testing.gateway.upstream_bodies import CACHED_TOKENS, PROMPT_TOKENS
 
 PROMPT = "x" * 40
 COMPUTED = PROMPT_TOKENS - CACHED_TOKENS

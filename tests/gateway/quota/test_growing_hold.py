@@ -16,7 +16,8 @@ from gateway.quota.limits import Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.records.money.prices import FREE
 from testing.gateway.running import HI_TOKENS, Gateway, until
-from testing.gateway.upstream import PROMPT_TOKENS, Upstream
+from testing.gateway.upstream import Upstream
+from testing.gateway.upstream_bodies import PROMPT_TOKENS
 from tests.gateway.quota.honest import LIMIT, Clients
 from tests.gateway.quota.scripted import SECOND, START, Script, demand
 

@@ -9,7 +9,8 @@ from msgspec import Raw
 
 from gateway.api.inference.events import visible_event
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Client, Gateway, until
-from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+from testing.gateway.upstream import TOKEN, Upstream
+from testing.gateway.upstream_bodies import CACHED_TOKENS, PROMPT_TOKENS
 
 
 @pytest.fixture

@@ -1,0 +1,18 @@
+"""State of an answer that reaches the limit of its token rates."""
+
+from dataclasses import dataclass
+
+from gateway.errors import RateLimited
+
+
+@dataclass(slots=True)
+class RateEnd:
+    """End of an answer that reached the limit of its token rates.
+
+    by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. cut: the error
+    for which the gateway stopped an engine that keeps no allowance.
+    """
+
+    by_engine: bool = False
+    is_handled: bool = False
+    cut: RateLimited | None = None
