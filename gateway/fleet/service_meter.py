@@ -47,7 +47,7 @@ class ServiceMeter:
         # Those of the tenant that pays, after the admission.
         self._counters: ServiceCounters
         self._tenant_id = ""
-        # Of the present attempt; None between attempts.
+        # Charges the present attempt's engine; None between attempts.
         self._charge_engine: Charge | None = None
         # The part of the estimate that stands, and the charges of the present attempt.
         self._expected = self._charged = 0.0

@@ -28,7 +28,7 @@ def refused(error: type[GatewayError], status: int | None) -> Callable[[], Excep
     return lambda: EngineRefused(error("no"), status)
 
 
-# How an attempt without an answer ends, and whether its engine may have computed tokens.
+# Ends of an attempt without an answer, and whether its engine may have computed tokens.
 WITHOUT_ANSWER: dict[str, tuple[Callable[[], Exception], bool]] = {
     "not reached": (lambda: EngineGone(had_it=False), False),
     "died": (lambda: EngineGone(had_it=True), True),
