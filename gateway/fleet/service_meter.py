@@ -38,7 +38,7 @@ class Reported(NamedTuple):
 class ServiceMeter:
     """The charges of one request: admit, attempts in turn, end.
 
-    prompt_tokens: of all prompts, cached or not. reported: returns the present attempt's counts.
+    prompt_tokens: the sum of all prompts, cached or not. reported: returns the present attempt's counts.
     """
 
     def __init__(self, prompt_tokens: int, reported: Callable[[], Reported] = Reported) -> None:

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 
 import msgspec
 from aiohttp import web
@@ -137,42 +138,35 @@ class Admission:
     ) -> Account:
         """Reserve a request's amounts on the tenant's limits. A request that gets none missed its target."""
         tenant = principal.tenant
+        with self._refusals_counted(tenant, asked):
+            await self._fleet.check(tenant.id, model, asked.named)
+            self._accounting.check_room(tenant.id)
+            base = self._catalog.bases.name_of(model.base)
+            price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
+            reservation = await self._quota.acquire(
+                principal,
+                model,
+                request_id,
+                Need(
+                    asked.prompt_tokens * weights.prompt,
+                    asked.max_tokens,
+                    choices=asked.choices * weights.completion,
+                    price=weights.price(price),
+                    grows=asked.stream or self._fleet.keeps_allowances(model.base),
+                    currency=self._prices.currency,
+                    by_default=asked.has_default_length,
+                ),
+                lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
+            )
+        return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)
+
+    @contextmanager
+    def _refusals_counted(self, tenant: Tenant, asked: InferenceRequest) -> Iterator[None]:
         try:
-            return await self._reserve(principal, model, asked, endpoint, request_id, arrived)
+            yield
         except (RateLimited, Unavailable) as refusal:
             if isinstance(refusal, RateLimited):
                 self._metrics.refused(tenant.name, refusal.kind)
             if target_of(asked, tenant) is not None:
                 self._metrics.target_ended(tenant.name, is_met=False)
             raise
-
-    async def _reserve(
-        self,
-        principal: TenantPrincipal,
-        model: Model,
-        asked: InferenceRequest,
-        endpoint: Endpoint,
-        request_id: str,
-        arrived: float,
-    ) -> Account:
-        tenant = principal.tenant
-        await self._fleet.check(tenant.id, model, asked.named)
-        self._accounting.check_room(tenant.id)
-        base = self._catalog.bases.name_of(model.base)
-        price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
-        reservation = await self._quota.acquire(
-            principal,
-            model,
-            request_id,
-            Need(
-                asked.prompt_tokens * weights.prompt,
-                asked.max_tokens,
-                choices=asked.choices * weights.completion,
-                price=weights.price(price),
-                grows=asked.stream or self._fleet.keeps_allowances(model.base),
-                currency=self._prices.currency,
-                by_default=asked.has_default_length,
-            ),
-            lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
-        )
-        return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)
