@@ -17,8 +17,8 @@ TAIL_LINES = 15
 POLL_SECONDS = 0.1
 # Pauses in seconds before the restarts of a child; the last one applies to all further ones.
 BACKOFF_SECONDS = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-# Time without a healthy restarted child after which a failed restart ends the group: three times the time limit of an
-# engine's load. A process manager above then sees the failure.
+# A failed restart ends the group once no restarted child has been healthy for this time: three times the time limit of
+# an engine's load. A process manager above then sees the failure.
 GIVE_UP_SECONDS = 1800.0
 # After this healthy time, a child's count of consecutive deaths restarts.
 STEADY_SECONDS = 60.0
@@ -183,12 +183,12 @@ class ProcessGroup:
         problem: str | None = child.how_it_died()
         while problem is not None:
             if self._is_hopeless():
-                nothing = f"nothing that is restarted was healthy in the last {GIVE_UP_SECONDS:g} s"
-                return child.failure(f"{problem}; {nothing}")
+                return child.failure(f"{problem}; no engine was healthy in the last {GIVE_UP_SECONDS:g} s")
             child.deaths += 1
             pause = BACKOFF_SECONDS[min(child.deaths, len(BACKOFF_SECONDS)) - 1]
             self._announce(f"{child.name} {problem}; it starts again in {pause:g} s")
-            if child.deaths == len(BACKOFF_SECONDS):
+            # A child may be healthy and die again without end, so a log of months shows the reason now and then.
+            if child.deaths % len(BACKOFF_SECONDS) == 0:
                 self._announce(str(child.failure(f"has died {child.deaths} times in a row")))
             await asyncio.sleep(pause)
             problem = await self._restart(child, keep_alive)
