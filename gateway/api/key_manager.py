@@ -1,8 +1,8 @@
 """Creation, rotation and revocation of keys, with the rules for operators and for tenants' callers.
 
-A tenant's caller may create no key with more rights than its own, and give none larger limits: the scopes, models,
-lifetime and limits are bounded by those of the key or session in use. Each key's usage counts for itself; only the
-tenant's limits bound all of its keys together.
+A tenant's caller may create no key with more rights than its own, and raise no key's limit above its own: the scopes,
+models, lifetime and limits are bounded by those of the key or session in use. It may lower any limit. Each key's usage
+counts for itself; only the tenant's limits bound all of its keys together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -181,9 +181,13 @@ class KeyManager:
         changes = changed_fields.given()
         if not changes:
             raise BadRequest("Expected a label or a limit to change.")
-        if by is not None:
-            _check_limits(by, changes)
-        key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id, seen=seen)
+
+        def check(present: ApiKey) -> None:
+            if by is not None:
+                _check_limits(by, changes, present.limits)
+
+        tenant_id = None if by is None else by.tenant.id
+        key = await self._keys.change(key_id, changes, actor, tenant_id, seen=seen, check=check)
         await self._auth.catch_up()
         return key
 
@@ -207,13 +211,21 @@ def _check_within(by: TenantPrincipal, scopes: frozenset[str], models: Sequence[
             by.check_model(model)
 
 
-def _check_limits(by: TenantPrincipal, limits: Mapping[str, Any]) -> None:
-    """Raise Forbidden for a limit above the caller's own, or for null (no limit) where the caller has one."""
+def _check_limits(by: TenantPrincipal, limits: Mapping[str, Any], present: Limits | None = None) -> None:
+    """Raise Forbidden for a limit above the caller's own, or for null (no limit) where the caller has one.
+
+    present: limits of the key that is changed. A limit that is not above its present one is allowed.
+    """
     for kind in REQUEST_KINDS:
         own, given = getattr(by.key_limits, kind.name), limits.get(kind.name, 0)
-        if own is not None and (given is None or given > own):
+        is_raised = present is None or not _is_within(given, getattr(present, kind.name))
+        if is_raised and not _is_within(given, own):
             most = f"{format_money(own)} ({own} micro-units)" if kind.is_budget else str(own)
             raise Forbidden(f"{kind.name}: your key can give at most its own limit, {most}.", param=kind.name)
+
+
+def _is_within(limit: int | None, bound: int | None) -> bool:
+    return bound is None or (limit is not None and limit <= bound)
 
 
 def _not_after(by: TenantPrincipal, expires_at: datetime | None) -> datetime | None:

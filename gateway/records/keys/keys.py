@@ -1,7 +1,7 @@
 """API keys in the database: owner, scopes and lifetime; of the secret only a keyed hash."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -137,10 +137,12 @@ class Keys:
         tenant_id: str | None = None,
         *,
         seen: ApiKey | None = None,
+        check: Callable[[ApiKey], None] = lambda key: None,
     ) -> ApiKey:
         """Change `label` and limits of a valid key; return it. tenant_id: as in `revoke`.
 
-        seen: the key on which the changes are based. Raises BadRequest if the key is not valid, or for limits of an
+        seen: the key on which the changes are based. check: called with the locked key before the change; its error
+        prevents the change. Raises BadRequest if the key is not valid, or for limits of an
         admin's key; Changed if label or limits are no longer as in `seen`.
         """
         limits = {name: value for name, value in changes.items() if name != "label"}
@@ -151,6 +153,7 @@ class Keys:
                 raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
             if limits and key.tenant is None:
                 raise BadRequest("An admin's key has no limits.", param=min(limits))
+            check(key)
             new = msgspec.structs.replace(
                 key, label=changes.get("label", key.label), limits=msgspec.structs.replace(key.limits, **limits)
             )

@@ -97,6 +97,7 @@ async def test_no_key_gives_limits_above_its_own(gateway: Gateway):
     budget = {"requests_per_minute": 10, "budget_per_month": 50_000_000}
     narrow = await tenant_admin(gateway, "acme", **budget)
     free = (await wide.post("/v1/keys")).json["id"]
+    low = (await wide.post("/v1/keys", {"requests_per_minute": 2, "budget_per_month": 1_000_000})).json["id"]
     for limits, field, own in (
         ({"requests_per_minute": 11}, "requests_per_minute", "10"),
         ({"requests_per_minute": None}, "requests_per_minute", "10"),
@@ -106,7 +107,7 @@ async def test_no_key_gives_limits_above_its_own(gateway: Gateway):
         for got in (
             await narrow.post("/v1/keys", limits),
             await narrow.call("PATCH", f"/v1/keys/{key_id(narrow)}", json=limits),
-            await narrow.call("PATCH", f"/v1/keys/{free}", json=limits),
+            await narrow.call("PATCH", f"/v1/keys/{low}", json=limits),
         ):
             assert (got.status, got.error["param"]) == (403, field), limits
             assert got.error["message"] == f"{field}: your key can give at most its own limit, {own}."
@@ -123,6 +124,20 @@ async def test_no_key_gives_limits_above_its_own(gateway: Gateway):
         changed = await narrow.call("PATCH", f"/v1/keys/{id_}", json={"label": "x", "requests_per_minute": 9})
         assert (changed.status, changed.json["requests_per_minute"]) == (200, 9)
         assert (await narrow.post(f"/v1/keys/{id_}/rotate")).status == 201
+    # It may lower every limit, also one above its own, but not raise that again.
+    larger = {"requests_per_minute": 1000, "budget_per_month": None}
+    high = (await wide.post("/v1/keys", larger)).json["id"]
+    for limits, status in (
+        ({"requests_per_minute": 500}, 200),
+        ({"requests_per_minute": 501}, 403),
+        ({"requests_per_minute": None}, 403),
+        ({"budget_per_month": None, "label": "y"}, 200),
+        ({"budget_per_month": 60_000_000}, 200),
+        ({"budget_per_month": 60_000_001}, 403),
+        ({"requests_per_minute": 10, "budget_per_month": 50_000_000}, 200),
+        ({"requests_per_minute": 11}, 403),
+    ):
+        assert (await narrow.call("PATCH", f"/v1/keys/{high}", json=limits)).status == status, limits
     # A key without limits and an operator set any.
     assert (await wide.call("PATCH", f"/v1/keys/{free}", json={"requests_per_minute": 1000})).status == 200
     got = await gateway.admin.call("PATCH", f"/admin/api/keys/{made['id']}", json={"budget_per_month": None})
