@@ -65,11 +65,6 @@ class InFlight:
         """
         return self._places.share if tenant_id else self._places.total
 
-    @property
-    def num_placed(self) -> int:
-        """Return the number of reserved places."""
-        return self._places.held
-
     @contextmanager
     def place(self, count: int, tenant_id: str = "") -> Iterator[None]:
         """Reserve places for a request's sequences until the client has received the answer.
@@ -105,9 +100,10 @@ class InFlight:
             raise EngineUnavailable("The engine is shutting down.", retry_after=1)
 
     def _check_room(self, count: int, tenant_id: str) -> None:
-        placed, own = self._places.held, self._places.held_by(tenant_id)
-        if placed + count > self._places.total:
-            raise QueueFull(f"{placed} requests are in flight, which is the limit.", retry_after=1)
+        placed, total, own = self._places.held, self._places.total, self._places.held_by(tenant_id)
+        if placed + count > total:
+            message = f"{placed} of {total} places are in use, and the request needs {count}."
+            raise QueueFull(message, retry_after=1)
         # A tenant's only sequence may take the last place.
         if tenant_id and not self._places.has_room(tenant_id, count, leaves_room=own + count > 1):
             message = (

@@ -119,7 +119,17 @@ async def test_a_tenant_alone_gets_half_of_the_places_in_one_request_or_many() -
     with pytest.raises(TenantQueueFull, match="544 of your requests are in flight here already"):
         places.stack.enter_context(places.in_flight.place(1, "a"))
     places.stack.close()
-    assert places.in_flight.num_placed == 0
+    assert places.in_flight._places.held == 0
+
+
+async def test_a_request_without_enough_free_places_is_told_both_numbers() -> None:
+    """The error named 1085 requests as the limit of 1088."""
+    places = Places()
+    assert places.take("", 1085)
+    with pytest.raises(QueueFull) as refused:
+        places.stack.enter_context(places.in_flight.place(8, ""))
+    assert str(refused.value) == "1085 of 1088 places are in use, and the request needs 8."
+    assert places.take("", 3)
 
 
 @pytest.mark.parametrize(("colluding", "rest"), [(2, 136), (3, 68), (10, 1)])

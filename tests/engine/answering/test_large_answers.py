@@ -208,12 +208,12 @@ async def test_a_client_that_does_not_read_is_cut_off(
     session.headers["x-loraplex-internal-token"] = "secret"
     client = Client(session, impatient.url)
     with idle_reader(impatient, asked | {"model": "tiny", "ignore_eos": True}) as idle:
-        await client.wait_for(lambda _: impatient.server._in_flight.num_placed == 2)
+        await client.wait_for(lambda _: impatient.server._in_flight._places.held == 2)
         status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
         cut_off.set()
         # Its seats are free, although it neither reads nor disconnects; the generated tokens are in the books.
-        await client.wait_for(lambda _: impatient.server._in_flight.num_placed == 0, seconds=120)
+        await client.wait_for(lambda _: impatient.server._in_flight._places.held == 0, seconds=120)
         assert (await client.post("/v1/completions", {"model": "tiny", "prompt": "x"}))[0] == 200
         _, books = await client.get("/finished?ids=idle&wait=10")
         assert books["data"][0]["finish_reason"] is not None
@@ -243,7 +243,7 @@ async def test_a_gateway_that_waits_for_its_client_is_not_cut_off(
         await client.wait_for(lambda state: state["generated_tokens"] == 2 * LONG_STREAM["max_tokens"], seconds=120)
         # Several times the limit of other clients, which holds for each write.
         await asyncio.sleep(3 * report.WRITE_SECONDS)
-        assert impatient.server._in_flight.num_placed == 2
+        assert impatient.server._in_flight._places.held == 2
 
         def rest() -> bytes:
             received = b""
@@ -253,4 +253,4 @@ async def test_a_gateway_that_waits_for_its_client_is_not_cut_off(
 
         idle.settimeout(120.0)
         assert b"data: [DONE]" in (await asyncio.to_thread(rest))[-100:]
-        await client.wait_for(lambda _: impatient.server._in_flight.num_placed == 0)
+        await client.wait_for(lambda _: impatient.server._in_flight._places.held == 0)

@@ -309,14 +309,14 @@ async def test_requests_that_wait_for_a_load_count_among_those_that_wait(session
         asked = [
             asyncio.create_task(client.post("/v1/completions", FIELDS | {"model": f"sha256:{digest}"})) for _ in "abc"
         ]
-        await client.wait_for(lambda _: running.server._in_flight.num_placed == 3)
+        await client.wait_for(lambda _: running.server._in_flight._places.held == 3)
         status, answer = await client.post("/v1/completions", FIELDS | {"model": "tiny"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
         gate.set()
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
         assert (await client.post("/v1/completions", FIELDS | {"model": "tiny"}))[0] == 200
         # An answer's places are free once it has been sent, which its client may notice first.
-        await client.wait_for(lambda _: running.server._in_flight.num_placed == 0)
+        await client.wait_for(lambda _: running.server._in_flight._places.held == 0)
     finally:
         gate.set()
         running.close()
