@@ -60,8 +60,8 @@ class EngineFacts:
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters. num_in_target, num_over_target: see `TargetCounts`. draft_steps: steps with decodes by the outcome of
-    their drafts; empty without speculative decoding.
+    adapters. num_met, num_missed: see `TargetCounts`. draft_steps: steps with decodes by the outcome of their drafts;
+    empty without speculative decoding.
     """
 
     residency_version: int
@@ -80,8 +80,8 @@ class EngineState:
     num_generated_tokens: int
     prefix_hit_tokens: int
     prefix_query_tokens: int
-    num_in_target: int
-    num_over_target: int
+    num_met: int
+    num_missed: int
     tenants: tuple[TenantState, ...]
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState

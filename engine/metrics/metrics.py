@@ -40,11 +40,11 @@ class Metrics:
         self.adapter_loads = Counter(
             f"{PREFIX}_adapter_loads", "Adapters loaded into device memory.", registry=registry
         )
-        self.in_target = Counter(
-            f"{PREFIX}_ttft_target_met", "Requests whose first token came within their target.", registry=registry
+        self.num_met = Counter(
+            f"{PREFIX}_ttft_target_met", "Sequences whose first token came within their target.", registry=registry
         )
-        self.over_target = Counter(
-            f"{PREFIX}_ttft_target_missed", "Requests without a first token within their target.", registry=registry
+        self.num_missed = Counter(
+            f"{PREFIX}_ttft_target_missed", "Sequences without a first token within their target.", registry=registry
         )
         self._tenants = _tenant_gauges(registry)
         self._counted: dict[Counter, float] = {}
@@ -162,6 +162,6 @@ def _tenant_gauges(registry: CollectorRegistry) -> dict[str, Gauge]:
         "oldest_wait": "Longest wait of a tenant's waiting requests, in seconds.",
         "share": "A tenant's part of the service of the last minute.",
         "entitled": "A weight's part of the weights of the active tenants.",
-        "goodput": "Part of the last minute's requests with a target whose first token came in time.",
+        "goodput": "Part of the last minute's sequences with a target whose first token came in time.",
     }
     return {name: Gauge(f"{PREFIX}_tenant_{name}", text, ["tenant"], registry=registry) for name, text in texts.items()}

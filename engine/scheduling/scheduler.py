@@ -157,7 +157,7 @@ class Scheduler:
         if request.num_drafted:
             self.cache.advance(request, len(request.token_ids) - 1)
         if request.ttft_target is not None:
-            self.targets.moved(request, num_tokens)
+            self.targets.count_token(request, num_tokens)
         if request.status is Status.FINISHED:
             if before is Status.WAITING:
                 self.policy.remove(request)
@@ -373,7 +373,7 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         if request.status is Status.WAITING:
             self.policy.remove(request)
-        self.targets.ending(request, reason)
+        self.targets.count_end(request, reason)
         request.finish(reason, error)
         self._release(request)
 

@@ -88,7 +88,9 @@ class Policy(Protocol):
         ...
 
     def forgive_elsewhere(self, now: float) -> None:
-        """Let service at other engines no longer delay tenants that have nothing running and have waited long."""
+        """Cancel the debt for service elsewhere of tenants that have nothing running and have waited
+        ELSEWHERE_WAIT_S.
+        """
         ...
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> Turns:
@@ -118,7 +120,7 @@ class Policy(Protocol):
         ...
 
     def count_target(self, request: Request, *, is_met: bool) -> None:
-        """Count a request with a target of the time to first token, for its tenant's reports."""
+        """Count a sequence with a target of the time to first token, for its tenant's reports."""
         ...
 
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:

@@ -37,8 +37,8 @@ class TenantState:
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
     requests in this engine's queue, in seconds. share: its part of the service of the last minute. entitled: its
-    weight's part of the weights of the active tenants. goodput: the part of its requests with a target, of the last
-    minute, whose first token came in time; None without such requests.
+    weight's part of the weights of the active tenants. goodput: the part of its sequences with a target, of the
+    last minute, whose first token came in time; None without such sequences.
     """
 
     tenant_id: str
@@ -59,8 +59,8 @@ class ServiceAccount:
     num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
     if it did. queue: its waiting requests in order. by_adapter: the same, for each adapter and for the base model
     (None). elsewhere: part of its lead over the least served that other engines' service caused.
-    recent, before: service in the current window and in the one before it; met, missed: requests within and beyond
-    their target, in the same windows.
+    recent, before: service in the current window and in the one before it; num_met, num_missed: sequences within and
+    beyond their target, in the same windows.
     """
 
     tenant_id: str
@@ -73,8 +73,8 @@ class ServiceAccount:
     elsewhere: float = 0.0
     recent: float = 0.0
     before: float = 0.0
-    met: tuple[int, int] = (0, 0)
-    missed: tuple[int, int] = (0, 0)
+    num_met: tuple[int, int] = (0, 0)
+    num_missed: tuple[int, int] = (0, 0)
 
     @property
     def num_running(self) -> int:
@@ -82,8 +82,8 @@ class ServiceAccount:
 
     @property
     def goodput(self) -> float | None:
-        num_met, num = sum(self.met), sum(self.met) + sum(self.missed)
-        return num_met / num if num else None
+        met, missed = sum(self.num_met), sum(self.num_missed)
+        return met / (met + missed) if met + missed else None
 
 
 class Tenants:
@@ -197,7 +197,8 @@ class Tenants:
         """Forgive the debts for service elsewhere of the tenants that have nothing running and have waited long.
 
         Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the service of
-        this engine stays. Its lead over tenants that only run counts too, because their streams do not give way to it.
+        this engine stays. A lead over tenants without waiting requests is forgiven too, because running streams do not
+        give way.
         """
         late = [
             account
@@ -217,8 +218,8 @@ class Tenants:
     def count_target(self, tenant_id: str, *, is_met: bool) -> None:
         account = self.accounts.get(tenant_id)
         if account is not None:
-            account.met = account.met[0] + is_met, account.met[1]
-            account.missed = account.missed[0] + (not is_met), account.missed[1]
+            account.num_met = account.num_met[0] + is_met, account.num_met[1]
+            account.num_missed = account.num_missed[0] + (not is_met), account.num_missed[1]
 
     def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         """Return the accounts with most waiting requests, then most service, at most `limit`."""
@@ -290,7 +291,8 @@ class Tenants:
             is_next = now - self._window_began < 2 * WINDOW_S
             for account in self.accounts.values():
                 account.before, account.recent = account.recent if is_next else 0.0, 0.0
-                account.met, account.missed = (0, account.met[0] * is_next), (0, account.missed[0] * is_next)
+                account.num_met = 0, account.num_met[0] * is_next
+                account.num_missed = 0, account.num_missed[0] * is_next
             self._window_began = now
 
 
