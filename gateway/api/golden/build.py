@@ -1,7 +1,7 @@
 """Construction of the parts of golden answers."""
 
-from gateway.api.golden.asking import Asking
 from gateway.api.golden.checking import GoldenChecks
+from gateway.api.golden.golden_requests import GoldenRequests
 from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.golden.upgrades import Upgrades
 from gateway.api.inference.admission import Admission
@@ -22,7 +22,7 @@ def build_golden(
 ) -> tuple[GoldenRoutes, Upgrades]:
     """Return the routes and the background checks."""
     golden, metrics = Golden(resources.database), resources.metrics
-    asking = Asking(
+    requests = GoldenRequests(
         admission=admission,
         auth=records.auth,
         fleet=serving.fleet,
@@ -34,7 +34,7 @@ def build_golden(
     checks = GoldenChecks(
         golden=golden,
         probes=Probes(resources.database),
-        asking=asking,
+        requests=requests,
         registry=serving.registry,
         tokenizers=serving.tokenizers,
         bases=records.bases,
@@ -45,7 +45,7 @@ def build_golden(
         auth=records.auth,
         catalog=records.catalog,
         golden=golden,
-        asking=asking,
+        requests=requests,
         checks=checks,
         quota=billing.quota,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from gateway.access.auth import TenantPrincipal
-from gateway.api.golden.asking import Asking
+from gateway.api.golden.golden_requests import GoldenRequests
 from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
@@ -39,7 +39,7 @@ class GoldenChecks:
         *,
         golden: Golden,
         probes: Probes,
-        asking: Asking,
+        requests: GoldenRequests,
         registry: Registry,
         tokenizers: Tokenizers,
         bases: Bases,
@@ -47,7 +47,7 @@ class GoldenChecks:
     ) -> None:
         self._golden = golden
         self._probes = probes
-        self._asking = asking
+        self._requests = requests
         self._registry = registry
         self._tokenizers = tokenizers
         self._bases = bases
@@ -66,14 +66,14 @@ class GoldenChecks:
     ) -> tuple[GoldenSet, GoldenCheck]:
         """Ask a version's prompts on an engine, and record the result. Return the golden set and the result.
 
-        payer: see `Asking.ask`. Raises RecordNotFound, and errors of requests that may succeed later.
+        payer: see `GoldenRequests.ask`. Raises RecordNotFound, and errors of requests that may succeed later.
         """
         found, software = await self._golden.get(tenant, name, version), engine.software
         differences = []
         for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
             try:
-                question = await self._asking.read(tenant, name, version, prompt)
-                new = await self._asking.ask(question, payer, engine)
+                question = await self._requests.read(tenant, name, version, prompt)
+                new = await self._requests.ask(question, payer, engine)
             except (BadRequest, ProtocolError, ChatTemplateError) as error:
                 differences.append(Difference(prompt=i, error=str(error)))
             except (EngineDied, UpstreamFailed):

@@ -11,8 +11,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.adapters.caller import AdapterCaller, find_caller, version_of
-from gateway.api.golden.asking import Asking, Question
 from gateway.api.golden.checking import GoldenChecks
+from gateway.api.golden.golden_requests import GoldenRequests, Question
 from gateway.api.requests.fields import json_response, read_raw
 from gateway.errors import BadRequest, NoEngine, translate
 from gateway.fleet.engine import EngineRecord
@@ -125,7 +125,7 @@ class GoldenRoutes:
         auth: Authenticator,
         catalog: Catalog,
         golden: Golden,
-        asking: Asking,
+        requests: GoldenRequests,
         checks: GoldenChecks,
         quota: Quota,
     ) -> None:
@@ -133,7 +133,7 @@ class GoldenRoutes:
         self._auth = auth
         self._catalog = catalog
         self._golden = golden
-        self._asking = asking
+        self._requests = requests
         self.checks = checks
         self._quota = quota
 
@@ -159,7 +159,7 @@ class GoldenRoutes:
         await caller.count_change(request, self._quota)
         await self._golden.check_room(caller.tenant, name, number)
         questions = await self._read(caller.tenant, name, number, prompts)
-        answers = [await self._asking.ask(question, payer) for question in questions]
+        answers = [await self._requests.ask(question, payer) for question in questions]
         made = await self._golden.put(caller.tenant, name, number, prompts, answers, caller.actor)
         return json_response(_describe(name, number, made))
 
@@ -206,7 +206,7 @@ class GoldenRoutes:
         questions = []
         for i, prompt in enumerate(prompts):
             try:
-                questions.append(await self._asking.read(tenant, name, number, prompt))
+                questions.append(await self._requests.read(tenant, name, number, prompt))
             except (BadRequest, ProtocolError, ChatTemplateError) as error:
                 found = translate(error, "")
                 param = f"prompts[{i}].{found.param}" if found.param else f"prompts[{i}]"

@@ -88,7 +88,7 @@ class FreeAttemptLog:
             self.reported = Reported(computed, tokens)
 
 
-class Asking:
+class GoldenRequests:
     """Sender of golden prompts. request_timeout: limit of a request in seconds."""
 
     def __init__(
