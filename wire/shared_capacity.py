@@ -4,23 +4,21 @@ from collections import Counter
 
 
 class SharedCapacity:
-    """Capacity of `total` units. share: the maximum for one owner, by default half of `total`.
+    """Capacity of `total` units. share: the maximum for one owner, by default half of `total`."""
 
-    leaves_room: an owner may hold at most as much as remains free. Owners that fill the capacity thus leave room for
-    others: the first may hold a half, the second a quarter, the third an eighth.
-    """
-
-    def __init__(self, total: int, share: int | None = None, *, leaves_room: bool = False) -> None:
+    def __init__(self, total: int, share: int | None = None) -> None:
         self.total = total
-        self._leaves_room = leaves_room
         self.share = total // 2 if share is None else share
         self.held = 0
         self._held_by: Counter[str] = Counter()
 
-    def has_room(self, owner: str, more: int, *, leaves_room: bool | None = None) -> bool:
-        """Return whether an owner may hold `more` units in addition. leaves_room: None for the capacity's own."""
+    def has_room(self, owner: str, more: int, *, leaves_room: bool) -> bool:
+        """Return whether an owner may hold `more` units in addition.
+
+        leaves_room: it may hold at most as much as remains free. Owners that fill the capacity thus leave room for
+        others: the first may hold a half, the second a quarter, the third an eighth.
+        """
         after, free = self._held_by[owner] + more, self.total - self.held - more
-        leaves_room = self._leaves_room if leaves_room is None else leaves_room
         return free >= 0 and after <= self.share and not (leaves_room and after > free)
 
     def held_by(self, owner: str) -> int:

@@ -198,7 +198,7 @@ class BodyMemory:
     """
 
     def __init__(self, total_bytes: int) -> None:
-        self._tenants = SharedCapacity(total_bytes, leaves_room=True)
+        self._tenants = SharedCapacity(total_bytes)
         self._operators = SharedCapacity(total_bytes, total_bytes)
         self.places = SharedCapacity(sys.maxsize, SMALL_AT_ONCE)
         # The capacities bound the jobs that wait for a thread.
@@ -235,7 +235,7 @@ class BodyMemory:
 
     def take(self, capacity: SharedCapacity, owner: str, more: int) -> None:
         """Add to an owner's use of a capacity. Raises TooManyBodies."""
-        if more > 0 and not capacity.has_room(owner, more):
+        if more > 0 and not capacity.has_room(owner, more, leaves_room=owner != OPERATOR):
             raise TooManyBodies
         capacity.change(owner, more)
 
