@@ -11,12 +11,12 @@ from loraplex.bench.run import Run
 from loraplex.bench.sampling import Even, Fixed
 from loraplex.bench.sending import Failure, Sample
 
-# Texts that a terminal or a page must not interpret.
+# Names with the markup of a terminal or a page, which must show them unchanged.
 HOSTILE = ("[/x]", "[team]a", ":smile:", "all", '<b onclick="x">', "\x1b[2J")
 
 
 def load_of(*names: str, **changes: Any) -> Load:
-    """Return a load of so many tenants, each with one request a second for two seconds."""
+    """Return a load of these tenants, each with one request a second for two seconds."""
     sources = (Source(n, (Target(n, f"secret-{n}", "m"),), Poisson(1.0), Even(), Fixed(8), Fixed(3)) for n in names)
     settings: dict[str, Any] = {"tenants": tuple(Tenant(name) for name in names), "seconds": 2.0} | changes
     return Load(sources=tuple(sources), **settings)

@@ -1,4 +1,4 @@
-"""State of an answer that reaches the limit of its token rates."""
+"""End of an answer at the limit of its token rates."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from gateway.errors import RateLimited
 
 @dataclass(slots=True)
 class RateEnd:
-    """End of an answer that reached the limit of its token rates.
+    """Record of the end.
 
     by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. cut: the error
     for which the gateway stopped an engine that keeps no allowance.

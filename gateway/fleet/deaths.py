@@ -19,8 +19,8 @@ TENANT = "tenant"
 # requests and adapters in quarantine, without any other tenant's requests there, until all of its requests are refused.
 LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
 # Broken connections to an engine within this time (seconds) count as a single death. A process that stood still reports
-# a death later. Its first report counts to a death of the same instance of the engine; if the instance is unknown, to a
-# death less than LATE_SECONDS before, because a foreign server takes longer to start again.
+# a death later. Its first report counts towards a death of the same instance of the engine; if the instance is unknown,
+# towards a death less than LATE_SECONDS before, because a foreign server takes longer to start again.
 ONE_DEATH_SECONDS, LATE_SECONDS = 2.0, 20.0
 # Stands for tenants that are unknown.
 UNKNOWN_TENANTS = "?"

@@ -13,7 +13,7 @@ from loraplex.bench.scenario import Access
 from loraplex.client import reason
 
 TIMEOUT = aiohttp.ClientTimeout(total=30)
-# Requests of the tenants' weights at once.
+# Maximum concurrent requests for weights.
 AT_ONCE = 16
 T = TypeVar("T")
 

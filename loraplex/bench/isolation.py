@@ -1,4 +1,5 @@
-"""Isolation: how much longer a baseline run's tenants wait for first tokens beside the tenants that it leaves out.
+"""Isolation: how much a tenant's p99 wait for the first token grows when the tenants that the baseline run leaves out
+send requests too.
 
 Works on the figures of reports. A wait without a first token is infinite, and null in the report.
 """

@@ -1,4 +1,4 @@
-"""Reports that `loraplex bench --json` wrote, as far as a comparison needs them; a file may be anything.
+"""Parsing of JSON reports for a comparison: only the fields that it reads. The file is untrusted.
 
 Fields that older releases did not write are UNSET.
 """

@@ -24,7 +24,7 @@ async def compare_weights(
     if server.internal_token is not None:
         return weights, None
     keys = {target.tenant: target.api_key for source in load.sources for target in source.targets}
-    why = "no operator's key of it is at hand"
+    why = "no admin key for the server was found"
     if admin_key is not None:
         try:
             known = await tenants_weights(server, keys, admin_key)
@@ -43,5 +43,5 @@ def _in_proportion(weights: Mapping[str, float], known: Mapping[str, float]) -> 
 
 
 def _difference(weights: Mapping[str, float], known: Mapping[str, float]) -> str:
-    named = ", ".join(f"{name} {weights[name]:g}, there {known[name]:g}" for name in known)
+    named = ", ".join(f"{name} {weights[name]:g} (server: {known[name]:g})" for name in known)
     return f"{SHARES}, which are not in proportion to those of the server's tenants: {named}"

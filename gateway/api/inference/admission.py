@@ -136,7 +136,7 @@ class Admission:
         request_id: str,
         arrived: float,
     ) -> Account:
-        """Reserve a request's amounts on the tenant's limits. A request that gets none missed its target."""
+        """Reserve a request's amounts on the tenant's limits. A refusal counts as a missed `ttft_target`."""
         tenant = principal.tenant
         with self._refusals_counted(tenant, asked):
             await self._fleet.check(tenant.id, model, asked.named)

@@ -1,4 +1,4 @@
-"""Reading of a request's body by chunks."""
+"""Reading of a request's body in chunks."""
 
 from aiohttp import web
 
@@ -19,7 +19,7 @@ CHUNK_COST = 1024
 
 
 class ChunkReader:
-    """Reads a request's body by chunks. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
+    """Reads a request's body in chunks. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
 
     def __init__(self, request: web.Request, least_chunk: int = MIN_CHUNK_BYTES) -> None:
         self.num_bytes = 0

@@ -83,14 +83,14 @@ async def test_other_weights_at_the_gateway_are_a_warning(one, two):
     _, warning, _ = await compared(load(one, two), {"acme": 1, "glob/ex": 2})
     assert warning == (
         "shares (of_entitled) are computed with the load's weights, which are not in proportion to those of the "
-        f"server's tenants: one {one}, there 1, two {two}, there 2"
+        f"server's tenants: one {one} (server: 1), two {two} (server: 2)"
     )
 
 
 @pytest.mark.parametrize(
     ("weight", "admin_key", "wrong", "why"),
     [
-        (1, None, False, "no operator's key of it is at hand"),
+        (1, None, False, "no admin key for the server was found"),
         (1, "another", False, "/admin/api/tenants/acme refuses the key: status 403"),
         (1, ADMIN, True, "/v1/key refuses the key: status 401"),
         ("heavy", ADMIN, False, "not the answer of an OpenAI server"),
@@ -148,7 +148,7 @@ async def test_the_operators_key_is_sent_to_its_own_gateway_only(is_own, tmp_pat
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["server_weights"] == ({"one": 1, "two": 2} if is_own else None)
     [warning] = [text for text in report["warnings"] if text.startswith("shares")]
-    assert (", there 2" in warning) == is_own
+    assert ("(server: 2)" in warning) == is_own
     assert f"warning: {warning}" in done.output
     assert report["rate_scale"] == 1
     assert (ADMIN in {key for _, key in double.seen}) == is_own
