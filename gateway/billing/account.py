@@ -18,7 +18,7 @@ from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
-from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field, decode_progress
+from gateway.fleet.answers import Choice, Fields, Progress, Usage, decode_choices, decode_progress, read_usage
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.receipts import matches, served_digest
 from gateway.fleet.service_meter import Reported
@@ -181,18 +181,16 @@ class Account:
             self._first_token = time.monotonic()
 
     def _observe(self, event: Fields) -> None:
-        progress, usage = decode_progress(event), decode_field(event, "usage")
+        progress = decode_progress(event)
         reason = None if progress is None else progress.finish_reason
         # Our engine says the reason of a whole answer, whose choices may be large.
         choices = [Choice(finish_reason=reason)] if isinstance(reason, str) else decode_choices(event)
         if progress is not None:
             self.observe_receipt(progress.adapter_digest)
             self.rate_end.by_engine = progress.ended_by_allowance is True
-        if isinstance(usage, dict):
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-            self._count(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
-        elif progress is not None:
-            self._count(progress.prompt_tokens, progress.completion_tokens, progress.cached_tokens)
+        counts = read_usage(event) or progress
+        if counts is not None:
+            self._count(counts)
         else:
             # The engine (vLLM) sends no counts before its last event: count a piece of text as one token.
             self.completion_tokens += sum(choice.has_text for choice in choices)
@@ -249,11 +247,11 @@ class Account:
             base=self.base,
         )
 
-    def _count(self, prompt: Any, completion: Any, cached: Any) -> None:
-        self.prompt_tokens = _int(prompt, self.prompt_tokens)
-        self.completion_tokens = _int(completion, self.completion_tokens)
-        self.cached_tokens = _int(cached, self.cached_tokens)
-        self._knows_cached |= isinstance(cached, int)
+    def _count(self, counts: Usage | Progress) -> None:
+        self.prompt_tokens = _int(counts.prompt_tokens, self.prompt_tokens)
+        self.completion_tokens = _int(counts.completion_tokens, self.completion_tokens)
+        self.cached_tokens = _int(counts.cached_tokens, self.cached_tokens)
+        self._knows_cached |= isinstance(counts.cached_tokens, int)
 
 
 class Accounting:

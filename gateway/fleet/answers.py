@@ -5,7 +5,7 @@ A whole answer of our engine is not even decoded: the engine says the length of 
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import msgspec
 from aiohttp import ClientResponse, StreamReader
@@ -147,6 +147,14 @@ class Progress(msgspec.Struct):
     adapter_digest: Any = None
     ended_by_allowance: Any = None
     finish_reason: Any = None
+
+
+class Usage(NamedTuple):
+    """Token counts of an answer's `usage`, unchecked; None where the engine sends none."""
+
+    prompt_tokens: Any
+    completion_tokens: Any
+    cached_tokens: Any
 
 
 _choices = msgspec.json.Decoder(list[Choice] | None)
@@ -318,6 +326,16 @@ def decode_field(fields: Fields, name: str) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UpstreamFailed(f"The engine's {name} is not valid JSON.") from error
+
+
+def read_usage(fields: Fields) -> Usage | None:
+    """Return the token counts; None for an answer or event without them. Raises UpstreamFailed."""
+    usage = decode_field(fields, "usage")
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return Usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
 def decode_progress(fields: Fields) -> Progress | None:

@@ -20,7 +20,7 @@ from gateway.billing.charges import Ending, ending_of
 from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
 from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, decode_field, decode_progress, read_answer
+from gateway.fleet.answers import Fields, decode_progress, read_answer, read_usage
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import AttemptLog, Fleet
 from gateway.fleet.engine import EngineRecord
@@ -79,13 +79,12 @@ class FreeAttemptLog:
 
     def observe_answer(self, answer: Fields) -> None:
         """Read the numbers of computed tokens, which the fair share counts. Raises EngineMismatch."""
-        progress, usage = decode_progress(answer), decode_field(answer, "usage")
-        if progress is not None:
+        if (progress := decode_progress(answer)) is not None:
             self.observe_receipt(progress.adapter_digest)
-        if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
-            prompt, cached = usage.get("prompt_tokens"), (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if (usage := read_usage(answer)) is not None and isinstance(usage.completion_tokens, int):
+            prompt, cached = usage.prompt_tokens, usage.cached_tokens
             computed = prompt - cached if isinstance(prompt, int) and isinstance(cached, int) else None
-            self.reported = Reported(computed, tokens)
+            self.reported = Reported(computed, usage.completion_tokens)
 
 
 class GoldenRequests:

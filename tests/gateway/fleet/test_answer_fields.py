@@ -20,6 +20,7 @@ from gateway.fleet.answers import (
     decode_fields,
     decode_progress,
     object_parts,
+    read_usage,
     slice_fields,
 )
 from gateway.fleet.engine import EngineState
@@ -222,3 +223,18 @@ def test_progress_of_another_form_is_ignored_and_malformed_json_is_the_engines_f
     assert [progress(text) for text in (b"null", b"3", b"[]")] == [None] * 3
     with pytest.raises(UpstreamFailed, match="loraplex"):
         progress(b"{")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b'{"prompt_tokens":9,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":4}}', (9, 3, 4)),
+        (b'{"prompt_tokens":9,"completion_tokens":3,"prompt_tokens_details":null}', (9, 3, None)),
+        (b'{"completion_tokens":3,"prompt_tokens_details":[1]}', (None, 3, None)),
+        (b"null", None),
+        (b"[1]", None),
+    ],
+)
+def test_usage_of_another_form_has_no_counts(text: bytes, expected: tuple[int | None, ...] | None):
+    """Details that were no object raised AttributeError."""
+    assert read_usage({"usage": Raw(text)}) == expected
