@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.patterns import Budget, ModulePattern, PatternError, pattern_key_matcher
+from wire.escaping import escaped
 
 # Modules of the embedding and the head. They belong to no layer, so NO_LAYER stands for their layer number.
 EMBEDDING, LM_HEAD = "embed_tokens", "lm_head"
@@ -80,21 +81,14 @@ class AdapterError(ValueError):
     """
 
     def __init__(self, field: str, message: str) -> None:
-        self.field = printable(field, MAX_FIELD_CHARS)
-        self.message = printable(message, MAX_MESSAGE_CHARS)
+        self.field = escaped(field, MAX_FIELD_CHARS)
+        self.message = escaped(message, MAX_MESSAGE_CHARS)
         super().__init__(f"{self.field}: {self.message}")
-
-
-def printable(text: str, limit: int) -> str:
-    """Return at most `limit` characters of a text, with control characters and lone surrogates escaped."""
-    kept = text[: limit + 1]
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
-    return shown if len(text) <= limit and len(shown) <= limit else shown[: limit - 3] + "..."
 
 
 def quoted(value: object) -> str:
     """Return the beginning of a value's repr, for use in a message."""
-    return printable(repr(value), 80)
+    return escaped(repr(value), 80)
 
 
 class AdapterNotFound(AdapterError):

@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
-from adapters.manifest import printable
+from wire.escaping import escaped
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
 MAX_MEMBERS = 1000
@@ -86,7 +86,7 @@ def unsafe(name: str) -> ArchiveError:
 
 def quoted_name(name: str) -> str:
     """Return a member's name for use in a message."""
-    return f"'{printable(name, 100)}'"
+    return f"'{escaped(name, 100)}'"
 
 
 def text(raw: bytes) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
 from adapters.archives.members import MAX_MEMBERS, ArchiveError, ArchiveTooLarge, Members, quoted_name, text, unsafe
-from adapters.manifest import printable
+from wire.escaping import escaped
 
 GZIP_MAGIC = b"\x1f\x8b"
 # Limit of the extended headers (pax, GNU long name) of a member; real ones hold a path and a few time stamps.
@@ -113,7 +113,7 @@ class Gunzip:
             plain = self._inflate.decompress(raw, _CHUNK)
         except zlib.error as error:
             # The bytes before the fault are lost, so the place is unknown.
-            raise ArchiveError(f"The gzip stream cannot be read: {printable(str(error), 100)}.") from None
+            raise ArchiveError(f"The gzip stream cannot be read: {escaped(str(error), 100)}.") from None
         if not raw and not plain and not self._inflate.eof:
             raise SourceError("The gzip stream is cut off")
         self._raw = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapters.archives.members import MAX_MEMBERS, ArchiveError, Members, quoted_name, text, unsafe
-from adapters.manifest import printable
+from wire.escaping import escaped
 
 ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 # Enough for 1,000 entries with long names and comments.
@@ -179,6 +179,6 @@ def _inflated(inflate: "zlib._Decompress | None", raw: bytes, name: str) -> tupl
     try:
         plain = inflate.decompress(raw, _CHUNK)
     except zlib.error as error:
-        why = printable(str(error), 100)
+        why = escaped(str(error), 100)
         raise ArchiveError(f"The archive's member {quoted_name(name)} cannot be inflated: {why}.") from None
     return plain, inflate.unused_data if inflate.eof else inflate.unconsumed_tail

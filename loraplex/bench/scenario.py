@@ -18,7 +18,7 @@ from loraplex.bench.schema_text import describe
 from loraplex.bench.toml_lines import Path as Keys
 from loraplex.bench.toml_lines import TomlError, TomlLines
 from loraplex.bench.trace import Row, TraceError, read_trace
-from loraplex.printable import printable
+from wire.escaping import escaped
 
 MAX_BYTES = 1 << 20
 MAX_ADAPTERS = 100_000
@@ -243,7 +243,7 @@ class Scenario:
             line = content.count(b"\n", 0, error.start) + 1
             raise ScenarioError(f"{self.path}:{line}: expected UTF-8") from error
         except TomlError as error:
-            raise ScenarioError(f"{self.path}:{error.line}: not TOML: {printable(str(error))}") from error
+            raise ScenarioError(f"{self.path}:{error.line}: not TOML: {escaped(str(error))}") from error
 
     def _convert(self, value: Any, cause: str = "") -> Spec:
         """Return the checked scenario. cause: end of its error."""
@@ -264,7 +264,7 @@ class Scenario:
     def _fail(self, keys: Keys, text: str, cause: Exception | None = None) -> NoReturn:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         where = f"{self.path}:{self._toml.line(keys)}: "
-        raise ScenarioError(where + printable(f"{name}: {text}" if name else text)) from cause
+        raise ScenarioError(where + escaped(f"{name}: {text}" if name else text)) from cause
 
     def _check(self) -> None:
         spec = self.spec

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from loraplex.bench.load import Api, PlannedRequest
-from loraplex.printable import printable
+from wire.escaping import escaped
 from wire.http_errors import HTTP_ERRORS
 from wire.sse import DONE, EventReader
 
@@ -186,8 +186,7 @@ async def _read(response: aiohttp.ClientResponse, sample: Sample) -> None:
 def _cleaned(failure: Failure, key: str | None) -> Failure:
     """Return the failure in one line, without the API key and control characters that a server may have sent."""
     kind, text = (
-        printable(" ".join((part.replace(key, "***") if key else part).split()))
-        for part in (failure.kind, failure.text)
+        escaped(" ".join((part.replace(key, "***") if key else part).split())) for part in (failure.kind, failure.text)
     )
     return Failure(kind, text[:ERROR_LENGTH])
 

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 
-from loraplex.printable import printable
+from wire.escaping import escaped
 
 
 def echo(line: str) -> None:
     """Print one line."""
-    click.echo(printable(line))
+    click.echo(escaped(line))
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int], width: int) -> None:
@@ -21,6 +21,6 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left:
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number in left else "right")
     for row in rows:
-        table.add_row(*map(printable, row))
+        table.add_row(*map(escaped, row))
     # Without markup, `[team]` in a name is text.
     Console(width=width, highlight=False, markup=False, emoji=False).print(table)

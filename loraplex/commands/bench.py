@@ -15,8 +15,8 @@ from loraplex.bench.workload import Workload
 from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
 from loraplex.commands.config_options import options_of, take
 from loraplex.commands.values import Number
-from loraplex.printable import printable
 from loraplex.up.datadir import DataDirError, read_json
+from wire.escaping import escaped
 from wire.options import options
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def bench(context: click.Context, /, **flags: Any) -> None:
         except ScenarioError as error:
             raise click.UsageError(str(error)) from error
         except BenchError as error:
-            raise click.ClickException(printable(str(error))) from error
+            raise click.ClickException(escaped(str(error))) from error
         _output(report, flags["json_path"], flags["html"])
     _exit(report, accept_errors=flags["accept_errors"])
 
@@ -120,7 +120,7 @@ def _compare(before: Path, after: Path) -> None:
     try:
         print_comparison(read_report(before), read_report(after))
     except CompareError as error:
-        raise click.UsageError(printable(f"--compare: {error}")) from error
+        raise click.UsageError(escaped(f"--compare: {error}")) from error
 
 
 def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
@@ -292,5 +292,5 @@ def _exit(report: dict[str, Any], *, accept_errors: bool) -> None:
     if failed and not accept_errors:
         first = next(run["first_error"] for run in runs if run["first_error"])
         raise click.ClickException(
-            f"{failed} of {sum(run['all']['requests'] for run in runs)} requests failed; the first: {printable(first)}"
+            f"{failed} of {sum(run['all']['requests'] for run in runs)} requests failed; the first: {escaped(first)}"
         )

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from loraplex.commands.values import limit_names
-from loraplex.printable import printable
 from wire.csv_cells import csv_lines
+from wire.escaping import escaped
 from wire.money import exact_money
 
 # Names of the terms in money, as in gateway/limits/kinds.py, which the command line does not load at its start.
@@ -81,7 +81,7 @@ def _cell(column: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return printable(",".join(map(str, value))) or "-"
+            return escaped(",".join(map(str, value))) or "-"
         case str() if column.endswith("_at"):
             return moment(value)
-    return printable(str(value))
+    return escaped(str(value))

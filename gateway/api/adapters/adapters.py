@@ -13,7 +13,7 @@ from typing import Literal
 from aiohttp import web
 from msgspec import Struct
 
-from adapters.manifest import AdapterError, printable
+from adapters.manifest import AdapterError
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.api.adapters.caller import AdapterCaller, tenants_caller
@@ -35,6 +35,7 @@ from gateway.records.adapters.rows import Reason
 from gateway.records.tenants.tenants import Tenant
 from gateway.settings import Settings
 from wire.digests import digest_name
+from wire.escaping import escaped
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class AdapterIntake:
             chosen = next((each for each in shown if each.name == base), None)
             if chosen is not None and chosen.state == "active":
                 return Candidates(bases=[chosen])
-            quoted = f"'{printable(base, 64)}'"
+            quoted = f"'{escaped(base, 64)}'"
             fault = f"there is no base model {quoted}"
             if chosen is not None:
                 fault = f"the base model {quoted} is {chosen.state} and takes no new adapters"

@@ -16,7 +16,6 @@ from aiohttp import web
 
 from adapters.check import ARCHIVE
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
-from adapters.manifest import printable
 from adapters.spool import Spool
 from gateway.api.requests.body_reader import ChunkReader
 from gateway.api.uploads.blocking_calls import BlockingCalls
@@ -25,6 +24,7 @@ from gateway.errors import BadRequest, TooLarge, TooSlow
 from gateway.process.reads import LARGE_READ_BYTES, large_reads
 from gateway.quota.uploading import ReceivedBytes
 from gateway.sharing.byte_rate import ByteRate
+from wire.escaping import escaped
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ def _target(part: FormPart) -> str:
         return part.filename if part.name == "file" and part.filename in FILES else part.name
     if part.filename in FILES:
         return part.filename
-    shown = printable(part.name, 64)
+    shown = escaped(part.name, 64)
     raise BadRequest(f"Unknown form field '{shown}'; expected: {', '.join(FIELDS)}.", param=shown)
 
 
