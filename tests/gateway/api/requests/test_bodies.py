@@ -15,9 +15,10 @@ import pytest
 
 from gateway.api.requests import memory as body_memory
 from gateway.api.requests.body_reader import FREE_CHUNKS
-from gateway.api.requests.memory import BodyMemory, BodyShare
+from gateway.api.requests.memory import OPERATOR, BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, PromptReader
 from gateway.billing.inference_request import InferenceRequest
+from gateway.errors import TooManyBodies
 from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -210,6 +211,17 @@ async def test_a_body_that_grows_beyond_its_share_is_refused(serve: Any, upstrea
         assert (got.status, got.error["code"]) == (429, "too_many_bodies")
         for _, each in slow:
             each.transport.abort()
+
+
+def test_tenants_that_fill_the_memory_together_leave_some_to_others_and_operators_may_use_all():
+    memory = BodyMemory(2**26)
+    BodyShare(memory, "a").take(2**25)
+    for tenant, most in (("b", 2**24), ("c", 2**23)):
+        with pytest.raises(TooManyBodies):
+            BodyShare(memory, tenant).take(most + 1)
+        BodyShare(memory, tenant).take(most)
+    assert memory.held == 2**25 + 2**24 + 2**23
+    BodyShare(memory, OPERATOR).take(2**26)
 
 
 async def test_a_neighbours_large_prompt_waits_for_no_other_tenants(tmp_path: Any):
