@@ -42,23 +42,24 @@ class RecentUses:
         self._outage = Outage(log, "sharing the use of servers' adapters")
         # By engine and member: the last use here, on this host's clock, and the last use reported to Redis.
         self._own: dict[str, dict[str, float]] = {}
+        # By engine and digest: the member of the last use here.
+        self._last: dict[str, dict[str, str]] = {}
         self._reported: dict[str, dict[str, float]] = {}
         self._reporting: dict[str, asyncio.Task[None]] = {}
 
     def note(self, engine_url: str, digest: str, tenant_id: str = "") -> None:
         """Record a tenant's use that begins now; Redis is updated in the background."""
-        self._note(engine_url, f"{digest}:{tenant_id}")
+        self._note(engine_url, digest, f"{digest}:{tenant_id}")
 
     def note_again(self, engine_url: str, digest: str) -> None:
         """Record that the last use of an adapter by this process goes on."""
-        own = self._own.get(engine_url, {})
-        members = [member for member in own if member.startswith(f"{digest}:")]
-        self._note(engine_url, max(members, key=own.__getitem__, default=f"{digest}:"))
+        self._note(engine_url, digest, self._last.get(engine_url, {}).get(digest, f"{digest}:"))
 
-    def _note(self, engine_url: str, member: str) -> None:
+    def _note(self, engine_url: str, digest: str, member: str) -> None:
         now = time.time()
         own, reported = self._own.setdefault(engine_url, {}), self._reported.setdefault(engine_url, {})
         own[member] = now
+        self._last.setdefault(engine_url, {})[digest] = member
         if self._script is None or now - reported.get(member, 0.0) < REPORT_SECONDS or engine_url in self._reporting:
             return
         task = self._reporting[engine_url] = asyncio.create_task(self._report(engine_url))
@@ -84,9 +85,13 @@ class RecentUses:
         """Report unreported uses to Redis. Returns all uses, or nothing while Redis is away."""
         now = time.time()
         own, reported = self._own.get(engine_url, {}), self._reported.get(engine_url, {})
+        last = self._last.get(engine_url, {})
         for member in [each for each, at in own.items() if now - at > KEEP_SECONDS]:
             own.pop(member)
             reported.pop(member, None)
+            digest = member.partition(":")[0]
+            if last.get(digest) == member:
+                del last[digest]
         # A use is sent as an age, because it may be reported long after it began.
         news = {member: now - at for member, at in own.items() if at > reported.get(member, 0.0)}
         if self._script is None:

@@ -1,7 +1,8 @@
 """Adapters of several tenants on a foreign server with room for few."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import NoReturn
 
 import pytest
 from redis.asyncio import Redis
@@ -93,3 +94,36 @@ async def test_gateways_know_the_tenants_of_each_others_uses(redis: Redis):
     await asyncio.sleep(0.01)
     one.note_again("http://tenants", "x")
     assert (await one.all("http://tenants"))["x"]["acme"] > before
+
+
+class Unscanned(dict[str, float]):
+    def __iter__(self) -> Iterator[str]:
+        return self._fail()
+
+    def items(self) -> NoReturn:
+        self._fail()
+
+    def _fail(self) -> NoReturn:
+        raise AssertionError("all uses of an hour were read")
+
+
+async def test_a_use_is_noted_again_for_its_last_tenant_without_a_search(monkeypatch: pytest.MonkeyPatch):
+    """Each poll of a server notes all its running adapters again."""
+    uses = RecentUses(None, 1.0)
+    for digest, tenant in (("x", "first"), ("x", "last"), ("y", "first")):
+        uses.note("http://s", digest, tenant)
+    before = dict(uses._own["http://s"])
+    uses._own["http://s"] = Unscanned(before)
+    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.time.time", lambda: max(before.values()) + 9.0)
+    uses.note_again("http://s", "x")
+    uses.note_again("http://s", "z")
+    own = uses._own["http://s"] = dict.copy(uses._own["http://s"])
+    assert {member for member in own if own[member] != before.get(member)} == {"x:last", "z:"}
+
+
+async def test_what_is_known_of_a_use_is_forgotten_with_it(monkeypatch: pytest.MonkeyPatch):
+    uses = RecentUses(None, 1.0)
+    uses.note("http://s", "x", "acme")
+    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.KEEP_SECONDS", -1.0)
+    assert await uses.all("http://s") == {}
+    assert uses._last == {"http://s": {}}
