@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.queue import Capacity
+from gateway.fleet.queue import Capacity, Room, kept_free
 from gateway.fleet.ring import Ring
 
 # Number of engines up to which each choice compares all of them.
@@ -83,6 +83,11 @@ class BaseEngines:
         own = sum(engine.requests.sequences for engine in self.available)
         return sum(engine.load for engine in self.available) / own if own else 1.0
 
+    def kept_free(self, sequences: int) -> EngineRecord | None:
+        """Return the engine that the queue keeps free for a request; None without one that takes it."""
+        index = kept_free(rooms_of(self.available), sequences)
+        return None if index is None else self.available[index]
+
     @cached_property
     def ring(self) -> Ring:
         former = self._former_ring
@@ -104,10 +109,17 @@ def capacity_of(available: Sequence[EngineRecord]) -> Capacity | None:
     if not available:
         return None
     places = sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants)
+    rooms = () if places else rooms_of(available)
     return Capacity(
         own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
         places=places,
-        room=math.inf
-        if places
-        else max(min(engine.max_in_flight - engine.load, engine.max_sequences) for engine in available),
+        foreign=sum(engine.max_in_flight for engine in available) - places,
+        most=max(engine.max_sequences for engine in available),
+        room=max((min(room) for room in rooms), default=math.inf),
+        rooms=rooms,
     )
+
+
+def rooms_of(engines: Sequence[EngineRecord]) -> tuple[Room, ...]:
+    """Return the room of each engine."""
+    return tuple(Room(engine.max_in_flight - engine.load, engine.max_sequences) for engine in engines)

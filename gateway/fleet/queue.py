@@ -9,16 +9,17 @@ A tenant below its share of the places does not wait: it is admitted beyond the 
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
 would wait for their ends. This holds for engines that order tenants themselves; others never get more than they run.
 
-Such others run sequences first come, first served, so a request takes a place for each of its sequences there. A
-request for which too few places are free is passed only by tenants below their share of the places, so that neither a
-request with many sequences nor the others wait for long.
+Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. If too
+few places are free for the request whose turn it is, only tenants below their share of the places pass it. After
+PASS_SECONDS an engine is kept free for it, and they pass only to the other engines. A request that is too large for
+every available engine is admitted at once, so that it fails without a wait.
 """
 
 import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -29,13 +30,17 @@ from gateway.fleet.service_meter import ServiceMeter
 from gateway.fleet.waiting import Waiting
 
 MAX_RETRY_SECONDS = 60
+# Time for which others pass to any engine a request whose turn it is but for which too few places are free. Neighbours
+# below their share could otherwise keep their places, one by one, until it times out.
+PASS_SECONDS = 5.0
 
 
 class TenantPlaces(NamedTuple):
     """A tenant's requests, waiting or on the engines.
 
-    tenant: its name. service: its counter. share: number of places that the tenant gets without a wait. waited: longest
-    wait of its waiting requests, in seconds.
+    tenant: its name. service: its counter of received service. share: number of places that the tenant gets without a
+    wait. inside: number of places that its requests take. waiting: number of its waiting requests. waited: longest wait
+    of these, in seconds.
     """
 
     tenant: str
@@ -55,26 +60,62 @@ def _nothing() -> None:
     pass
 
 
+class Room(NamedTuple):
+    """Room of an engine that does not order tenants. free: its free places. most: maximum sequences of a request."""
+
+    free: int
+    most: float
+
+
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
     own: maximum places of this process on the engines, unless a tenant is below its share. places: places of the
-    engines that order tenants fairly, including those that other processes use. room: maximum sequences of a request
-    that some engine takes now.
+    engines that order tenants fairly, including those that other processes use. foreign: places of the other engines,
+    including those that other processes use. room: maximum sequences of a request that some engine takes now. most:
+    maximum sequences of a request that some engine takes at all. rooms: each engine's room, without `places`.
     """
 
     own: int
     places: int
+    foreign: int = 0
     room: float = math.inf
+    most: float = math.inf
+    rooms: tuple[Room, ...] = ()
+
+    @property
+    def shared(self) -> int:
+        """Return the number of places that the tenants of all processes share."""
+        return self.places or self.foreign
 
     def size(self, sequences: int) -> int:
-        """Return the number of places of a request: one if an engine that orders tenants can take it."""
+        """Return the number of places of a request: one if an engine that orders tenants can take it, none if no engine
+        can.
+        """
+        if sequences > self.most:
+            return 0
         return 1 if self.places else sequences
 
     def fits(self, sequences: int, inside: int) -> bool:
-        """Return whether a request fits beside those that take `inside` places."""
+        """Return whether a request fits beside those that take `inside` places, or would fail without a place."""
         size = self.size(sequences)
-        return inside + size <= self.own and size <= max(1, self.room)
+        return not size or (inside + size <= self.own and size <= max(1, self.room))
+
+    def room_beside(self, sequences: int) -> float:
+        """Return the maximum sequences of a request that some engine takes now, without the engine that is kept free
+        for a request of `sequences`.
+        """
+        kept = kept_free(self.rooms, sequences)
+        return max((min(room) for number, room in enumerate(self.rooms) if number != kept), default=0)
+
+
+def kept_free(rooms: Sequence[Room], sequences: int) -> int | None:
+    """Return the index of the engine that is kept free for a request: of those that take it, the one with most room.
+
+    Others fill the other engines, so it remains the one with most room.
+    """
+    fitting = [number for number, room in enumerate(rooms) if room.most >= sequences]
+    return max(fitting, key=lambda number: rooms[number].free, default=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +125,8 @@ class Place:
     priority: the tenant's; lower numbers go first. meter: charges the request's service to the tenant. tenant_name:
     shown to operators. sequences: number of its sequences. size: number of places that it takes since its admission.
     on_wait: called if the request has to wait. deadline: orders the tenant's own requests, in seconds of
-    `time.monotonic`.
+    `time.monotonic`. passed_since: the time since which others pass it; None before. passes: number of sequences of the
+    request for which an engine was kept free when this one passed it; 0: none.
     """
 
     tenant_id: str
@@ -99,6 +141,8 @@ class Place:
     deadline: float = 0.0
     arrived: float = field(default_factory=time.monotonic)
     entered: float | None = None
+    passed_since: float | None = None
+    passes: int = 0
     # True: admitted; False: refused.
     turn: "asyncio.Future[bool]" = field(init=False)
 
@@ -127,6 +171,8 @@ class RequestQueue:
         self._admitted: set[Place] = set()
         self._inside: Counter[str] = Counter()
         self._num_inside = 0
+        # Number of admitted requests that hold their places.
+        self._num_holding = 0
         self._arrivals = 0
         self._seconds_inside = 1.0
         # Called with the wait of each admitted request, in seconds.
@@ -146,8 +192,8 @@ class RequestQueue:
     async def enter(self, place: Place) -> AsyncIterator[None]:
         """Wait for admission, then hold the place until the block ends or `free` is called. Raises Overloaded.
 
-        The whole prompt is expected service from the admission on. `count_service` and the end of the block replace it
-        by what engines have computed.
+        From the admission on, the whole prompt is expected service. `count_service` and the end of the block replace
+        this expectation by the tokens that engines have computed.
         """
         self._counters.enter(place.tenant_id, place.weight)
         self._arrivals += 1
@@ -190,10 +236,7 @@ class RequestQueue:
             if place is None:
                 return
             if self._end_wait(place, True):
-                place.size = 1 if capacity is None else capacity.size(place.sequences)
-                self._inside[place.tenant_id] += place.size
-                self._num_inside += place.size
-                place.meter.admit(self._counters, place.tenant_id)
+                self._take_places(place, capacity)
 
     @property
     def longest_wait(self) -> float:
@@ -207,7 +250,7 @@ class RequestQueue:
 
     def tenants(self) -> dict[str, TenantPlaces]:
         """Return the tenants with requests in the queue or on the engines, by id."""
-        places = capacity.places if (capacity := self._capacity()) is not None else 0
+        places = capacity.shared if (capacity := self._capacity()) is not None else 0
         waiting: dict[str, list[Place]] = {}
         for place in self._waiting:
             waiting.setdefault(place.tenant_id, []).append(place)
@@ -217,7 +260,7 @@ class RequestQueue:
             tenant_id: TenantPlaces(
                 tenant=place.tenant_name,
                 weight=place.weight,
-                service=self._counters.counter(tenant_id),
+                service=self._counters.received(tenant_id),
                 share=self._share(tenant_id, places),
                 inside=self._inside[tenant_id],
                 waiting=len(waiting.get(tenant_id, ())),
@@ -234,18 +277,42 @@ class RequestQueue:
         # Every share is at least one place, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
+        keeps_engine = not capacity.places and self._was_passed_for_long(first)
+        room = capacity.room_beside(first.sequences) if keeps_engine else math.inf
 
         def is_below_share(place: Place) -> bool:
             if not capacity.places and not capacity.fits(place.sequences, self._num_inside):
                 return False
-            share = self._share(place.tenant_id, capacity.places or capacity.own)
-            return self._inside[place.tenant_id] + capacity.size(place.sequences) <= share
+            share, size = self._share(place.tenant_id, capacity.shared), capacity.size(place.sequences)
+            return size <= room and self._inside[place.tenant_id] + size <= share
 
-        return self._waiting.first(is_below_share)
+        found = self._waiting.first(is_below_share)
+        if found is not None and keeps_engine:
+            found.passes = first.sequences
+        return found
+
+    @staticmethod
+    def _was_passed_for_long(first: Place) -> bool:
+        """Return whether others have passed the request whose turn it is for PASS_SECONDS.
+
+        The time counts from its turn, not from its arrival: a tenant's hundred waiting requests would otherwise keep
+        an engine free one after another.
+        """
+        now = time.monotonic()
+        if first.passed_since is None:
+            first.passed_since = now
+        return now - first.passed_since >= PASS_SECONDS
 
     def _share(self, tenant_id: str, places: int) -> int:
         """Return the number of places that the tenant gets without a wait: at least one."""
         return max(1, int(places * self._counters.share(tenant_id)))
+
+    def _take_places(self, place: Place, capacity: Capacity | None) -> None:
+        place.size = 1 if capacity is None else capacity.size(place.sequences)
+        self._inside[place.tenant_id] += place.size
+        self._num_inside += place.size
+        self._num_holding += 1
+        place.meter.admit(self._counters, place.tenant_id)
 
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
@@ -256,11 +323,16 @@ class RequestQueue:
 
     def _leave(self, place: Place) -> None:
         self._num_inside -= place.size
+        self._num_holding -= 1
         self._inside[place.tenant_id] -= place.size
         if not self._inside[place.tenant_id]:
             del self._inside[place.tenant_id]
 
     async def _wait(self, place: Place) -> None:
+        if place.sequences > 1 and (capacity := self._capacity()) is not None and not capacity.size(place.sequences):
+            # It is not counted as an admission of its priority, which would then age anew.
+            self._take_places(place, capacity)
+            return
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.add(place)
         self.admit()
@@ -295,7 +367,7 @@ class RequestQueue:
 
     def _refusal(self, reason: str) -> Overloaded:
         """Build the refusal. Its Retry-After is the estimated time until the present requests have ended."""
-        turns = (len(self._waiting) + 1) / max(1, self.inside)
+        turns = (len(self._waiting) + 1) / max(1, self._num_holding)
         seconds = math.ceil(self._seconds_inside * turns)
         return Overloaded(
             f"Every engine is busy, and {reason}; try again shortly.",

@@ -44,7 +44,10 @@ QueuedTenant: Any = row_struct("QueuedTenant", TenantPlaces)
 
 
 class QueueAnswer(Struct, frozen=True, kw_only=True):
-    """Requests of a process: waiting, and inside the engines, which have `places`. data: the least served first."""
+    """Requests of a process that wait, and the places that its admitted requests take of the engines' `places`.
+
+    data: the least served first.
+    """
 
     object: Literal["queue"] = "queue"
     waiting: int

@@ -20,7 +20,7 @@ def make_queue(
 
     def capacity() -> Capacity | None:
         number = own()
-        return None if number is None else Capacity(number, places)
+        return None if number is None else Capacity(number, places, foreign=0 if places else number)
 
     return RequestQueue(capacity, ServiceCounters(), max_waiting, max_seconds)
 
@@ -326,74 +326,3 @@ async def test_deadlines_order_a_tenants_own_requests_only():
         # acme came first among equally served tenants, so it has the first turn, whatever its requests' deadlines.
         queue.free(next(iter(queue._admitted)))
     assert entered == ["first", "target", "late", "globex"]
-
-
-@pytest.fixture
-async def eight():
-    """Return requests at engines that serve eight sequences, first come, first served."""
-    crowd = Crowd(make_queue(lambda: 8))
-    yield crowd
-    await crowd.close()
-
-
-async def test_a_request_takes_a_place_for_each_of_its_sequences(eight: Crowd):
-    first = await eight.come("a", sequences=4)
-    await eight.come("a", sequences=4)
-    assert (eight.queue.inside, eight.inside) == (8, ["a", "a"])
-    await eight.come("b")
-    assert eight.queue.waiting == 1
-    assert await eight.end(first) == "b"
-    assert eight.queue.inside == 5
-    await eight.come("b", sequences=3)
-    assert eight.queue.inside == 8
-
-
-async def test_a_request_that_does_not_fit_delays_only_tenants_with_their_share(eight: Crowd):
-    many = [await eight.come("busy", prompt=10) for _ in range(6)]
-    # Two places are free, and the large request is the first in the order.
-    large = await eight.come("large", sequences=4)
-    await eight.come("busy")
-    assert (eight.queue.inside, eight.queue.waiting) == (6, 2)
-    new = await eight.come("new")
-    assert new.inside
-    for visitor in many[:3]:
-        visitor.leave.set()
-        await settled()
-    # The busy tenant's waiting request would have taken the places one by one.
-    assert large.inside
-    assert (eight.queue.inside, eight.queue.waiting) == (8, 1)
-
-
-async def test_a_request_does_not_pass_another_of_its_own_tenant_that_does_not_fit(eight: Crowd):
-    await eight.come("a", sequences=4)
-    await eight.come("a", sequences=3)
-    large = await eight.come("b", sequences=3)
-    await eight.come("b")
-    assert (eight.queue.inside, eight.queue.waiting) == (7, 2)
-    assert not large.inside
-
-
-async def test_a_request_waits_for_an_engine_with_room_for_all_its_sequences():
-    room = 2
-    queue = RequestQueue(lambda: Capacity(8, 0, room), ServiceCounters(), 100, 1000.0)
-    crowd = Crowd(queue)
-    try:
-        large = await crowd.come("a", sequences=4)
-        small = await crowd.come("b", sequences=2)
-        assert (large.inside, small.inside) == (False, True)
-        room = 4
-        queue.admit()
-        await settled()
-        assert large.inside
-    finally:
-        await crowd.close()
-
-
-async def test_engines_that_order_tenants_get_a_request_with_any_number_of_sequences():
-    crowd = Crowd(make_queue(lambda: 2, places=2))
-    try:
-        assert (await crowd.come("a", sequences=1000)).inside
-        assert (await crowd.come("b", sequences=1000)).inside
-        assert crowd.queue.inside == 2
-    finally:
-        await crowd.close()
