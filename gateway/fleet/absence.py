@@ -1,11 +1,10 @@
 """Errors of requests that no engine, or no available one, serves."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gateway.errors import BadRequest, NoEngine, NoEngineOfBase
-from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.engine import EngineRecord
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ ONLY_ADAPTERS = (
 )
 
 
-def absence(available: Sequence[EngineRecord], model: "Model") -> NoEngine:
+def no_engine_error(available: Sequence[EngineRecord], model: "Model") -> NoEngine:
     """Return the error of a request for the model that none of the available engines can serve."""
     if not available or any(engine.takes(model) for engine in available):
         return NoEngine()
@@ -26,17 +25,19 @@ def absence(available: Sequence[EngineRecord], model: "Model") -> NoEngine:
     return NoEngine(NO_ADAPTERS if model.adapters else ONLY_ADAPTERS)
 
 
-def check_sequences(engines: Sequence[EngineRecord], call: Call) -> None:
-    """Refuse a request with more sequences than any engine of its model takes, available or not.
+def too_many_sequences_error(
+    engines: Iterable[EngineRecord], model: "Model", body: dict[str, Any], sequences: int
+) -> BadRequest | None:
+    """Return the error of a request with more sequences than any engine of its model takes, available or not.
 
-    Raises EngineRefused.
+    Return None for fewer sequences.
     """
-    most = max((engine.max_sequences for engine in engines if engine.takes(call.model)), default=math.inf)
-    if call.sequences > most:
-        choices = call.body.get("n") or 1
-        field = "n" if call.sequences == choices else "prompt"
-        message = (
-            f"{field}: the request has {call.sequences} sequences (prompts times n); the engines of this model take at "
-            f"most {most:.0f} in a request. Send several requests."
-        )
-        raise EngineRefused(BadRequest(message, param=field), unserved=True)
+    most = max((engine.max_sequences for engine in engines if engine.takes(model)), default=math.inf)
+    if sequences <= most:
+        return None
+    field = "n" if sequences == (body.get("n") or 1) else "prompt"
+    message = (
+        f"{field}: the request has {sequences} sequences (prompts times n); the engines of this model take at most "
+        f"{most:.0f} in a request. Send several requests."
+    )
+    return BadRequest(message, param=field)

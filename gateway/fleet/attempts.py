@@ -90,7 +90,7 @@ class Attempts:
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
                 record = breaker.failed
-            elif refusal.status is not None and not refusal.unserved:
+            elif refusal.status is not None and in_flight.is_sent:  # A refusal that was known already shows nothing.
                 record = breaker.succeeded
             raise
         finally:

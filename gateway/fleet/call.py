@@ -29,11 +29,6 @@ class EngineGone(Exception):
         self.had_it = had_it
         self.reason = reason
 
-    @property
-    def may_have_computed(self) -> bool:
-        """Return whether the engine may have computed tokens of the request."""
-        return self.had_it
-
 
 class EngineRefused(Exception):
     """No engine began to answer.
@@ -55,13 +50,14 @@ class EngineRefused(Exception):
     @property
     def may_go_on(self) -> bool:
         """Return whether the engine may go on with the request, because it gave no answer in time."""
-        return self.status is None and not self.unserved
+        return self.status is None
 
     @property
     def may_have_computed(self) -> bool:
-        """Return whether the engine may have computed tokens of the request: it failed, or gave no answer in time."""
-        has_failed = self.status is None or self.status >= 500
-        return has_failed and isinstance(self.error, UpstreamFailed) and not self.unserved
+        """Return whether an engine to which the request was posted may have computed tokens of it: the engine failed,
+        or gave no answer in time.
+        """
+        return isinstance(self.error, UpstreamFailed) and (self.status is None or self.status >= 500)
 
     @property
     def failed(self) -> bool:
@@ -84,19 +80,25 @@ class EngineWithdrew(EngineRefused):
     reason = "it refused a request, because it accepts none at present"
 
 
-def _ignore(*_: int) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an engine of any kind. body: in OpenAI's form; the kind replaces its model.
 
-    named: the body by which the quarantine names the request. prompt_tokens: tokens of all prompts. sequences: number
-    of choices of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the span. hold:
-    the tokens that may be generated for now.
-    on_progress: called with the completion tokens so far of a whole answer. on_sent: called before the first byte goes
-    to an engine, or before a load of the adapter is sent. engine: the only engine that may serve it; None for any.
+    named: the body by which the quarantine names the request.
+    prompt_tokens: tokens of all prompts.
     arrived: time at which this gateway began to read it, in seconds of `time.monotonic`.
+    sequences: number of choices of all prompts.
+    span: the parent of the engine's spans.
+    trace: the W3C headers that carry the span.
+    hold: the tokens that may be generated for now.
+    on_progress: called with the completion tokens so far of a whole answer.
+    on_sent: called before the first byte goes to an engine, or before a load of the adapter is sent.
+    on_posted: called with True before the first byte of the request itself goes to an engine, and with False once the
+        engine has refused it because it lacks the adapter.
+    engine: the only engine that may serve it; None for any.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     hold: "Hold | None" = None
     on_progress: Callable[[int], None] = _ignore
     on_sent: Callable[[], None] = _ignore
+    on_posted: Callable[[bool], None] = _ignore
     engine: "EngineRecord | None" = None
 
     @property

@@ -4,14 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from gateway.errors import EngineDied, NoEngine, Overloaded, UpstreamFailed
-from gateway.fleet.absence import absence, check_sequences
+from gateway.errors import BadRequest, EngineDied, NoEngine, Overloaded, RankNotServed, UpstreamFailed
+from gateway.fleet.absence import no_engine_error, too_many_sequences_error
 from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
 from gateway.fleet.base_queues import BaseQueues
@@ -28,16 +27,13 @@ from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.fleet.service_meter import Reported, ServiceMeter
+from gateway.fleet.tries import MAX_FAILURES, Tries
 from gateway.records.bases.registry import Bases
 from wire.deadlines import deadline
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
-# After this many deaths and failures of engines, a request gets no further engine, because it may be the cause. If
-# another tenant's request may be the cause, the request gets one more engine, apart from that tenant. If another
-# tenant's request is known to be the cause, the request may get every engine that is left.
-MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
     "count against your limits of tokens per minute and per day."
@@ -82,27 +78,6 @@ class Answering(msgspec.Struct, frozen=True):
     check_cut_off: Callable[[], Awaitable[bool]]
 
 
-@dataclass(slots=True)
-class _Tries:
-    """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
-    engine's. unserving: the engine kinds that do not serve such requests. died: number of engines that died with the
-    request. failed: number of engines that failed it otherwise. was_suspected: whether any try found it suspected.
-    """
-
-    prefix: bytes
-    engines: list[EngineRecord] = field(default_factory=list)
-    refusal: EngineRefused | None = None
-    unserving: set[str] = field(default_factory=set)
-    died: int = 0
-    failed: int = 0
-    was_suspected: bool = False
-
-    @property
-    def are_enough(self) -> bool:
-        """Return whether the request may be the cause of the failures, so that no further engine gets it."""
-        return self.died + self.failed >= MAX_FAILURES
-
-
 class Fleet:
     """Dispatcher to all engines.
 
@@ -139,9 +114,16 @@ class Fleet:
         """
         return self._registry.of_base(base).keeps_allowances
 
-    async def check(self, tenant_id: str, model: "Model", body: NamedBody) -> None:
-        """Raise Quarantined for a request or adapter with which engines died."""
+    async def check(self, tenant_id: str, model: "Model", body: NamedBody, sequences: int) -> None:
+        """Refuse a request that no engine may get, before it costs anything.
+
+        Raises Quarantined for a request or adapter with which engines died, BadRequest for too many sequences.
+        """
         await self._quarantine.check(tenant_id, model.suspects, body)
+        if sequences > 1:
+            engines = self._registry.of_base(model.base).engines
+            if (error := too_many_sequences_error(engines, model, body.body, sequences)) is not None:
+                raise error
 
     @asynccontextmanager
     async def open(self, call: Call, record: AttemptLog) -> AsyncIterator[Answering]:
@@ -157,7 +139,6 @@ class Fleet:
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):
-                    check_sequences(self._registry.of_base(call.model.base).engines, call)
                     await held.enter_async_context(queue.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
@@ -183,7 +164,7 @@ class Fleet:
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
         may use all of the request's time while its engine lives. Raises EngineRefused.
         """
-        tries = _Tries(self._prefix(call))
+        tries = Tries(self._prefix(call), passes=place.passes)
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None) as limit:
                 while True:
@@ -198,7 +179,7 @@ class Fleet:
             raise EngineRefused(late) from None
 
     async def _next(
-        self, call: Call, record: AttemptLog, place: Place, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
+        self, call: Call, record: AttemptLog, place: Place, tries: Tries, held: AsyncExitStack, limit: asyncio.Timeout
     ) -> Begun | None:
         """Send the request to the next engine. Returns None if another try is needed. Raises EngineRefused."""
         engine = await self._next_engine(call, tries, place, held)
@@ -215,7 +196,7 @@ class Fleet:
             self._conversations.served(tries.prefix, engine)
         return begun
 
-    async def _next_engine(self, call: Call, tries: _Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
+    async def _next_engine(self, call: Call, tries: Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
         """Return the next engine to try. A suspected request may try each engine a second time.
 
         At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
@@ -229,10 +210,10 @@ class Fleet:
             tries.was_suspected = True
             tries.engines.clear()
         if self._best(call, tries, self._conditions(call, tries)) is None:
-            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
+            raise self._none_left(call, tries)
 
         def usable(engine: EngineRecord) -> bool:
-            return self._is_usable(call, tries, engine) and not self._quarantine.died_lately(engine)
+            return tries.allow(call, engine) and not self._quarantine.died_lately(engine)
 
         def is_without_them(engine: EngineRecord) -> bool:
             if UNKNOWN_TENANTS in suspicion.others:
@@ -259,18 +240,18 @@ class Fleet:
         if in_flight.has_ended:
             await self._quarantine.clear(call.tenant.id, call.model.suspects, call.named)
 
-    def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
+    def _choose(self, call: Call, tries: Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
         choice = self._best(call, tries, self._conditions(call, tries))
         if choice is None:
-            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
+            raise self._none_left(call, tries)
         # The homes of a popular adapter load it before requests go there.
         for home in choice.homes if call.engine is None else ():
             if home is not choice.engine:
                 self.prefetch.hint(home, call.model.adapters, call.tenant.id)
         return choice.engine
 
-    def _best(self, call: Call, tries: _Tries, conditions: Iterable[Usable]) -> Choice | None:
+    def _best(self, call: Call, tries: Tries, conditions: Iterable[Usable]) -> Choice | None:
         """Return the choice by the first condition that any engine meets."""
         digest, fleet = call.model.digest, self._registry.of_base(call.model.base)
         request = RoutedRequest(
@@ -285,13 +266,16 @@ class Fleet:
         found = (choose_in(fleet, request, in_progress, usable) for usable in conditions)
         return next((choice for choice in found if choice is not None), None)
 
-    def _conditions(self, call: Call, tries: _Tries) -> Iterator[Usable]:
+    def _conditions(self, call: Call, tries: Tries) -> Iterator[Usable]:
         """Generate the conditions for an engine to get the request, the preferred one first."""
-        usable = partial(self._is_usable, call, tries)
+        usable = partial(tries.allow, call)
 
         def is_free(engine: EngineRecord) -> bool:
             return self._isolation.allows(engine) and usable(engine)
 
+        if tries.passes:
+            kept = self._registry.of_base(call.model.base).kept_free(tries.passes)
+            yield lambda engine: engine is not kept and not engine.fullness(call.sequences) and is_free(engine)
         known, digests = self._bases.get(call.model.base), self._registry.of_base(call.model.base).digests
         present = None, None if known is None else known.digest
         if call.model.digest is None and present[1] is not None and not digests.isdisjoint(present):
@@ -302,21 +286,17 @@ class Fleet:
             # The kept engine serves a request that no other one can serve.
             yield usable
 
-    @staticmethod
-    def _is_usable(call: Call, tries: _Tries, engine: EngineRecord) -> bool:
-        """Return whether the engine may get the request next."""
-        return (
-            engine not in tries.engines
-            and call.engine in (None, engine)
-            and engine.address.traits.name not in tries.unserving
-            and engine.breaker.allows(call.tenant.id)
-            and engine.takes(call.model)
-            and call.sequences <= engine.max_sequences
-        )
+    def _none_left(self, call: Call, tries: Tries) -> EngineRefused:
+        """Return the error of a request that no further engine can serve now.
 
-    def _absence(self, model: "Model", tries: _Tries) -> NoEngine:
-        """Return the error of a request for the model that no engine can serve."""
-        return EngineDied() if tries.died else absence(self._registry.of_base(model.base).available, model)
+        It is the last engine's refusal. A refusal of the adapter's rank counts only if no absent engine may serve it.
+        """
+        fleet, refusal = self._registry.of_base(call.model.base), tries.refusal
+        if refusal is not None:
+            is_for_good = isinstance(refusal.error, RankNotServed)
+            if not is_for_good or not any(tries.may_serve(call, engine) for engine in fleet.engines):
+                return refusal
+        return EngineRefused(EngineDied() if tries.died else no_engine_error(fleet.available, call.model))
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""
@@ -328,7 +308,7 @@ class Fleet:
     def _hint(self, call: Call) -> None:
         """Send hints for the adapters of a request that waits in the queue, to the engine that would get it now."""
         try:
-            engine = self._choose(call, _Tries(self._prefix(call)))
+            engine = self._choose(call, Tries(self._prefix(call)))
         except EngineRefused:
             return
         self.prefetch.hint(engine, call.model.adapters, call.tenant.id)
@@ -339,14 +319,15 @@ class Fleet:
         call: Call,
         record: AttemptLog,
         meter: ServiceMeter,
-        tries: _Tries,
+        tries: Tries,
         held: AsyncExitStack,
         limit: asyncio.Timeout,
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
             with meter.attempt(partial(self._service.served, engine, call.tenant.id)):
-                response, in_flight = await held.enter_async_context(self._attempts.open(engine, call, limit))
+                posted = msgspec.structs.replace(call, on_posted=meter.note_posted)
+                response, in_flight = await held.enter_async_context(self._attempts.open(engine, posted, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
@@ -368,12 +349,14 @@ class Fleet:
             if error.unserved:
                 record.unsent()
                 tries.unserving.add(engine.address.traits.name)
+            if isinstance(error.error, BadRequest):
+                tries.refusing.append(engine)
             tries.refusal = error
         else:
             return engine, response, in_flight
         return None
 
-    async def _may_go_on(self, call: Call, tries: _Tries) -> bool:
+    async def _may_go_on(self, call: Call, tries: Tries) -> bool:
         """Return whether another tenant's request may be, or was, the cause of the deaths."""
         if await self._suspicion(call) is not None:
             return not tries.was_suspected
@@ -382,6 +365,6 @@ class Fleet:
     async def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
-            await self.check(call.tenant.id, call.model, call.named)
+            await self._quarantine.check(call.tenant.id, call.model.suspects, call.named)
         except Quarantined as error:
             raise EngineRefused(error) from error

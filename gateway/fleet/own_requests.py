@@ -54,12 +54,13 @@ class LeftRequest:
 class OwnRequests:
     """This process's requests on an engine.
 
-    in_flight: number of requests that the engine has not finished. sequences: number of their sequences, as engines
-    count their load. by_digest: number of requests whose answers the
-    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. hinted: number of
-    hints that the engine has not answered, by tenant. loading: adapters that the requests made the engine load, until
-    it reports them or the last of their requests ends. unanswered: a time-out for each request that the engine has not
-    begun to answer.
+    in_flight: number of requests that the engine has not finished.
+    sequences: number of their sequences, as engines count their load.
+    by_digest: number of requests whose answers the gateway has not yet passed on, by adapter (None: the base model).
+    by_tenant: the same by tenant.
+    hinted: number of hints that the engine has not answered, by tenant.
+    loading: adapters that the requests made the engine load, until it reports them or the last of their requests ends.
+    unanswered: a time-out for each request that the engine has not begun to answer.
     """
 
     in_flight: int = 0

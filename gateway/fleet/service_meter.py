@@ -8,7 +8,9 @@ engine's own cost model (`engine/scheduling/cost.py`). The tenant and the engine
 |---------------------------------------------------|----------------------------|------------------|
 | answered, or cut off after its first report       | without cached tokens      | as reported      |
 | cut off before it, timed out, failed (5xx) or died | whole: it may be computed | as reported      |
-| refused, or not reached                           | none                       | none             |
+| refused, or ended before the request was posted   | none                       | none             |
+
+A load of the request's adapter that fails, or whose client leaves, ends the attempt before the request is posted.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +28,8 @@ Charge = Callable[[float], None]
 class Reported(NamedTuple):
     """Tokens that the engine of the present attempt has computed, by its reports.
 
-    prompt: without the cached ones; None: the engine has not said yet how many are cached. is_final: whether that count
-    stays; with several sequences it falls when a further one begins with cached tokens.
+    prompt: without the cached ones; None: the engine has not said yet how many are cached. is_final: whether `prompt`
+    can no longer fall: another sequence of the request may begin with cached tokens.
     """
 
     prompt: int | None = None
@@ -44,13 +46,15 @@ class ServiceMeter:
     def __init__(self, prompt_tokens: int, reported: Callable[[], Reported] = Reported) -> None:
         self._prompt = prompt_tokens * PROMPT_TOKEN
         self._reported = reported
-        # Those of the tenant that pays, after the admission.
+        # Set by `admit`: the counters, and the tenant that is charged.
         self._counters: ServiceCounters
         self._tenant_id = ""
         # Charges the present attempt's engine; None between attempts.
         self._charge_engine: Charge | None = None
         # The part of the estimate that stands, and the charges of the present attempt.
         self._expected = self._charged = 0.0
+        # Whether the present attempt's engine may have the request itself, not only a load of its adapter.
+        self._is_posted = False
 
     def admit(self, counters: ServiceCounters, tenant_id: str) -> None:
         """Count the whole prompt as expected service. counters: those of the tenant, which pays."""
@@ -63,12 +67,19 @@ class ServiceMeter:
 
         charge: adds service that the attempt's engine has given.
         """
-        self._charge_engine, self._charged = charge, 0.0
+        self._charge_engine, self._charged, self._is_posted = charge, 0.0, False
         try:
             yield
-        except (EngineGone, EngineRefused) as error:
+        except EngineGone:
+            self._end_attempt(may_have_computed=True)
+            raise
+        except EngineRefused as error:
             self._end_attempt(may_have_computed=error.may_have_computed)
             raise
+
+    def note_posted(self, is_posted: bool) -> None:
+        """Note whether the present attempt's engine may have the request itself: see `Call.on_posted`."""
+        self._is_posted = is_posted
 
     def update(self) -> None:
         """Charge what the engine has reported since the last call."""
@@ -91,7 +102,7 @@ class ServiceMeter:
         if prompt is not None:
             self._charge(_cost(prompt, completion))
         # An engine that has generated tokens has computed the prompt.
-        elif may_have_computed or completion:
+        elif (may_have_computed and self._is_posted) or completion:
             self._charge(self._prompt + _cost(0, completion))
         self._charge_engine = None
 

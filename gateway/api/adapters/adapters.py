@@ -368,11 +368,12 @@ def upload_rules(settings: Settings) -> UploadRules:
 def served(engines: Sequence[EngineRecord], max_rank: int | None, base: str) -> Served:
     """Return the largest rank and adapter size that the engines of a base model (its id) serve.
 
-    max_rank: the operator's setting, which takes precedence over the engines' rank.
+    max_rank: the operator's setting, which takes precedence over the engines' rank. An engine that reports no rank may
+    serve DEFAULT_MAX_RANK, whatever the others serve.
     """
-
-    states = [engine.state for engine in engines if engine.base == base]
+    states = [engine.state for engine in engines if engine.base == base and engine.takes_adapters]
+    served_rank = max((state.max_lora_rank or DEFAULT_MAX_RANK for state in states), default=DEFAULT_MAX_RANK)
     return Served(
-        max_rank=max_rank or max((state.max_lora_rank for state in states), default=0) or DEFAULT_MAX_RANK,
+        max_rank=max_rank or served_rank,
         max_adapter_bytes=max((state.max_adapter_bytes for state in states), default=0),
     )

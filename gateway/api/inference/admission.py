@@ -139,7 +139,7 @@ class Admission:
         """Reserve a request's amounts on the tenant's limits. A refusal counts as a missed `ttft_target`."""
         tenant = principal.tenant
         with self._refusals_counted(tenant, asked):
-            await self._fleet.check(tenant.id, model, asked.named)
+            await self._fleet.check(tenant.id, model, asked.named, asked.choices)
             self._accounting.check_room(tenant.id)
             base = self._catalog.bases.name_of(model.base)
             price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights

@@ -58,6 +58,7 @@ class ForeignKind(EngineKind):
         response = await self.deliver(engine, call, body, headers)
         if engine.address.prefill is None and await self.lacks_adapter(response, call):
             response.release()
+            call.on_posted(False)
             await self.adapters.ensure(engine, digest, call.on_sent, call.tenant.id, again=True)
             response = await self.deliver(engine, call, body, headers)
         return response

@@ -172,7 +172,12 @@ class EngineKind(ABC):
     ) -> ClientResponse:
         """Post a request's body. url: as in `get`. Raises ClientError, OSError, TimeoutError."""
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
-        data = NotedBytes(msgspec.json.encode(body), call.on_sent)
+
+        def note() -> None:
+            call.on_sent()
+            call.on_posted(True)
+
+        data = NotedBytes(msgspec.json.encode(body), note)
         # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
         # and the engine's health (`Registry`) bound the wait.
         timeout = self._session.timeout if body.get("stream") else WHOLE_TIMEOUT

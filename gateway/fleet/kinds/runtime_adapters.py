@@ -48,7 +48,8 @@ class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
 
     load, unload: paths. is_loaded, is_unloaded: return from an answer's status and body and the adapter's name whether
     the adapter is loaded, or is not loaded, after the call. name: returns the server's name for a digest. rank_refusal:
-    pattern of a refused load's message whose group 1 is the largest rank that the server takes; None: it says none.
+    pattern of a refused load's message whose group 1 is the largest rank that the server takes; None: its message names
+    no rank.
     """
 
     load: str

@@ -17,10 +17,13 @@ from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
 @dataclass
 class Engine:
-    """An engine, and the service that it is said to have given. reports: one after the other."""
+    """An engine, and the service that it is said to have given. reports: one after the other. posts: the calls of
+    `note_posted`; nothing is posted to an engine that is not reached.
+    """
 
     reports: list[Reported]
     ends: Callable[[], Exception] | None = None
+    posts: tuple[bool, ...] = (True,)
     charges: list[float] = field(default_factory=list)
 
 
@@ -64,6 +67,8 @@ class Tenant:
             reported = Reported()
             with suppress(EngineGone, EngineRefused), meter.attempt(engine.charges.append):
                 self.orders.append(self.counters.counter("acme"))
+                for is_posted in engine.posts if engine.ends is not WITHOUT_ANSWER["not reached"][0] else ():
+                    meter.note_posted(is_posted)
                 for report in engine.reports:
                     reported = report
                     meter.update()
@@ -88,6 +93,20 @@ def test_an_attempt_without_an_answer_costs_a_prompt_that_may_be_computed(
     tenant.serve(4036, [failed, answered])
     assert (sum(failed.charges), sum(answered.charges)) == expected, how
     assert sum(tenant.charges) == sum(expected)
+
+
+@pytest.mark.parametrize("posts", [(), (True, False)], ids=["first load", "load after a refused request"])
+@pytest.mark.parametrize("ends", [None, refused(UpstreamFailed, None), lambda: EngineGone(had_it=True)])
+def test_a_load_that_fails_or_is_left_costs_no_prompt(ends: Callable[[], Exception] | None, posts: tuple[bool, ...]):
+    loading, tenant = Engine([], ends, posts), Tenant()
+    tenant.serve(4036, [loading])
+    assert tenant.charges == loading.charges == []
+
+
+def test_each_attempt_posts_for_itself():
+    answered, loading, tenant = Engine([], refused(Unavailable, 503)), Engine([], posts=()), Tenant()
+    tenant.serve(4036, [answered, loading])
+    assert tenant.charges == []
 
 
 def test_a_request_without_an_attempt_costs_nothing():

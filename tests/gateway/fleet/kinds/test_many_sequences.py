@@ -42,6 +42,20 @@ async def test_a_request_of_more_than_half_a_batch_is_refused(
 
 
 @pytest.mark.parametrize("both", ["?requests=8"], indirect=True)
+async def test_a_refusal_for_too_many_sequences_costs_nothing(both: tuple[Gateway, VllmDouble]):
+    gateway, _ = both
+    acme = await gateway.tenant("acme", requests_per_minute=1)
+    for _ in range(3):
+        assert (await acme.complete(prompt=[ONE] * 5)).status == 400
+    assert (await acme.complete(prompt=[ONE] * 4)).status == 200
+    await until(lambda: has_usage(acme, 1))
+
+
+async def has_usage(client: Client, requests: int) -> bool:
+    return sum(row["requests"] for row in await client.usage()) == requests
+
+
+@pytest.mark.parametrize("both", ["?requests=8"], indirect=True)
 async def test_a_server_never_gets_more_sequences_than_it_runs(both: tuple[Gateway, VllmDouble]):
     """The test waits for a poll of the server, whose count of running sequences shows no other gateway's requests."""
     gateway, vllm = both
@@ -137,3 +151,59 @@ async def test_a_request_too_large_for_one_kind_goes_to_our_engine(tmp_path: Pat
             # Our engine may come back, so the request is not at fault.
             assert (got.status, got.error["code"]) == (503, "no_engine")
             assert vllm.requests == []
+
+
+async def test_a_request_that_only_an_absent_server_takes_is_refused_at_once_and_blocks_nobody(
+    tmp_path: Path, model_dir: Path, redis_url: str
+):
+    async with VllmDouble().serving() as large, VllmDouble().serving() as small:
+        key = f"key_file={key_file(tmp_path)}"
+        engines = [f"vllm+{large.url}?requests=32&{key}", f"vllm+{small.url}?requests=4&{key}"]
+        of = settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0, queue_seconds=1000.0)
+        async with running(of) as gateway:
+            acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+            assert await answers(acme, n=10) == 200
+            # The gateway sends nothing to this release.
+            large.version = "0.20.0"
+            await gateway.engines_up(1)
+            small.hold.clear()
+            try:
+                asked = [asyncio.create_task(globex.complete(max_tokens=2)) for _ in range(5)]
+                await until(lambda: waiting_is(gateway, 1))
+                got = await acme.complete(n=10, max_tokens=2)
+                assert (got.status, got.error["code"]) == (503, "no_engine")
+            finally:
+                small.hold.set()
+            assert {got.status for got in await asyncio.gather(*asked)} == {200}
+
+
+async def test_others_go_to_another_server_while_one_is_kept_free(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    async with VllmDouble().serving() as one, VllmDouble().serving() as two:
+        engines = [f"vllm+{each.url}?requests=8&key_file={key_file(tmp_path)}" for each in (one, two)]
+        of = settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0, queue_seconds=1000.0)
+        async with running(of) as gateway:
+            await gateway.engines_up(2)
+            busy, batch, new = [await gateway.tenant(name) for name in ("busy", "batch", "new")]
+            one.hold.clear()
+            two.hold.clear()
+            try:
+                many = [asyncio.create_task(busy.complete(n=3, max_tokens=2)) for _ in range(4)]
+                await until(lambda: running_are(one, two, 12))
+                monkeypatch.setattr("gateway.fleet.queue.PASS_SECONDS", 0.0)
+                large = asyncio.create_task(batch.complete(n=4, max_tokens=2))
+                await until(lambda: waiting_is(gateway, 1))
+                few = [asyncio.create_task(new.complete(max_tokens=2)) for _ in range(2)]
+                await until(lambda: running_are(one, two, 14))
+                assert sorted((one.running, two.running)) == [6, 8]
+                few += [asyncio.create_task(new.complete(max_tokens=2))]
+                await until(lambda: waiting_is(gateway, 2))
+            finally:
+                one.hold.set()
+                two.hold.set()
+            assert {got.status for got in await asyncio.gather(*many, large, *few)} == {200}
+
+
+async def running_are(one: VllmDouble, two: VllmDouble, number: int) -> bool:
+    return one.running + two.running == number
