@@ -34,6 +34,7 @@ from gateway.records.bases.base import Binding
 from gateway.records.changes import Changes
 from gateway.records.database import Database, upgrade
 from wire.responses import EngineStateResponse, StepSecond, TenantShare
+from wire.service import ServiceElsewhere
 
 SLOTS, RESIDENT, ADAPTERS = 32, 32, 10_000
 # Seconds of CPU for which a case is repeated, at least.
@@ -138,7 +139,7 @@ def service_reports(part: str, number: int, tenants: int) -> Cost:
         shares = [TenantShare(f"tenant-{chance.randrange(tenants)}", 1.0, 0.0, 1, 0, 0.0, 0.0, 0.0) for _ in range(20)]
         record.state = EngineState(tenants=shares)
 
-    async def send(engine: EngineRecord, service: dict[str, float]) -> None:
+    async def send(engine: EngineRecord, report: ServiceElsewhere) -> None:
         pass
 
     service = EngineService(lambda: records, send)

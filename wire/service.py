@@ -1,8 +1,9 @@
 """Reports of the service that tenants receive, in the cost units of `wire/costs.py`."""
 
 import math
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from wire.errors import BadRequest
 
@@ -15,9 +16,13 @@ class ServiceElsewhere(Struct):
     """Service that tenants received at other engines since the last report of the same gateway process.
 
     tenants: cost units by tenant id.
+    reporter: name of the gateway process; empty: the report counts whenever it arrives.
+    number: greater than those of the reporter's earlier reports; a report that is sent again keeps its number.
     """
 
     tenants: dict[str, float]
+    reporter: Annotated[str, Meta(max_length=64)] = ""
+    number: int = 0
 
     def check(self) -> None:
         if len(self.tenants) > MAX_TENANTS:

@@ -33,6 +33,7 @@ from engine.http.access import Access, request_lines, say_request_id
 from engine.http.description import engine_description
 from engine.http.error_boundary import error_boundary
 from engine.http.routes import EngineRoutes, json_response
+from engine.http.service_reports import ServiceReports
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import read_caller
 from engine.metrics.metrics import Metrics
@@ -169,6 +170,7 @@ class Server:
             self._usage_log,
             self._states,
             prober,
+            ServiceReports(),
         )
 
     async def _load_core(self, progress: Progress | None) -> Core:

@@ -16,6 +16,7 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.usage_log import UsageLog
 from engine.core.client import Core
 from engine.errors import EngineUnavailable
+from engine.http.service_reports import ServiceReports
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import read_caller
 from engine.metrics.metrics import Metrics
@@ -61,6 +62,7 @@ class EngineRoutes:
     usage_log: UsageLog
     states: StateFeed
     prober: Prober
+    reports: ServiceReports
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.core.facts.max_model_len)))
@@ -147,7 +149,9 @@ class EngineRoutes:
     async def add_service(self, request: web.Request) -> web.Response:
         """Charge tenants for service that they received at other engines."""
         body = decode(ServiceElsewhere, await read_body(request))
-        return json_response(ServiceCharged(await self.core.add_service_elsewhere(body.tenants)))
+        # A report is known from here on: the gateway may send it again while the core is slow to apply it.
+        charged = await self.core.add_service_elsewhere(body.tenants) if self.reports.is_new(body) else 0
+        return json_response(ServiceCharged(charged))
 
     async def probe(self, request: web.Request) -> web.Response:
         """Probe an adapter of the store for the tenant that the gateway names."""

@@ -25,6 +25,7 @@ from gateway.fleet.kinds.table import Kinds
 from wire.errors import BadRequest as ProtocolError
 from wire.http_errors import HTTP_ERRORS
 from wire.responses import REPORT_TYPE
+from wire.service import ServiceElsewhere
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +51,9 @@ class EngineClient:
     def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
 
-    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
+    async def send_service(self, engine: EngineRecord, report: ServiceElsewhere) -> None:
         """Report the tenants' service at other engines. Raises ClientError, OSError, TimeoutError."""
-        await self._kinds[engine.address.traits.name].send_service(engine, service)
+        await self._kinds[engine.address.traits.name].send_service(engine, report)
 
     async def send_hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
         """Tell an engine to load an adapter. Raises ClientError, OSError, TimeoutError, MsgspecError."""

@@ -8,6 +8,8 @@ store.
 
 import asyncio
 import logging
+import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from heapq import nlargest
@@ -17,7 +19,7 @@ from weakref import WeakKeyDictionary
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_problems import EngineProblems
 from wire.http_errors import HTTP_ERRORS
-from wire.service import MAX_TENANTS
+from wire.service import MAX_TENANTS, ServiceElsewhere
 
 log = logging.getLogger(__name__)
 
@@ -26,23 +28,36 @@ SECONDS = 0.25
 # Reports in a round. In a larger fleet the engines take turns, and a report has only tenants with requests on the
 # engine, because an engine ignores the others.
 MAX_REPORTS = 64
+# Seconds for which a failed report is sent again. An engine that accepts none for longer is down: the service of that
+# time, charged at once after its return, would make a tenant that was served elsewhere wait for all others there.
+REPEAT_SECONDS = 5.0
 
 
 class SendService(Protocol):
-    async def __call__(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        """Report service at other engines by tenant id. Raises ClientError, OSError, TimeoutError."""
+    async def __call__(self, engine: EngineRecord, report: ServiceElsewhere) -> None:
+        """Report service at other engines. Raises ClientError, OSError, TimeoutError."""
 
 
 class EngineService:
     """Counts of one process. engines: returns the engines of the fleet. send: sends an engine its report."""
 
-    def __init__(self, engines: Callable[[], list[EngineRecord]], send: SendService) -> None:
+    def __init__(
+        self,
+        engines: Callable[[], list[EngineRecord]],
+        send: SendService,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engines = engines
         self._send = send
+        self._clock = clock
         self._served: dict[str, dict[str, float]] = {}
-        # By engine: service at the other engines that is not reported yet, and the report in flight.
+        self._reporter = os.urandom(8).hex()
+        self._number = 0
+        # By engine: service at the other engines that is not reported yet, the report in flight, and the failed one
+        # with the time (monotonic) at which it was first sent.
         self._unreported: WeakKeyDictionary[EngineRecord, dict[str, float]] = WeakKeyDictionary()
         self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
+        self._failed: WeakKeyDictionary[EngineRecord, tuple[ServiceElsewhere, float]] = WeakKeyDictionary()
         self._problems = EngineProblems(log)
         # Place of the first engine that gets a report in the next round, in a large fleet.
         self._turn = 0
@@ -56,8 +71,8 @@ class EngineService:
         """Start a report to each engine of the service at the other engines, and return the reports' tasks.
 
         An engine with a report in flight gets its service with the next one, so a slow engine delays no other. A report
-        has the MAX_TENANTS tenants with most service; the others follow in the next one. A report that fails is not
-        repeated, because the engine may have applied it: the error is one report's service.
+        has the MAX_TENANTS tenants with most service; the others follow in the next one. A report that fails is sent
+        again before the next one, with its number, because the engine may have applied it.
         """
         served, self._served = self._served, {}
         total: dict[str, float] = defaultdict(float)
@@ -73,14 +88,26 @@ class EngineService:
                 if (elsewhere := total[tenant_id] - here.get(tenant_id, 0.0)) > 0:
                     waiting[tenant_id] = waiting.get(tenant_id, 0.0) + elsewhere
             has_turn = not is_large or (place - self._turn) % len(engines) < MAX_REPORTS
-            if waiting and has_turn and engine not in self._reporting:
-                largest = dict(nlargest(MAX_TENANTS, waiting.items(), lambda item: item[1]))
-                for tenant_id in largest:
-                    del waiting[tenant_id]
-                task = self._reporting[engine] = asyncio.create_task(self._report(engine, largest))
+            if has_turn and engine not in self._reporting and (report := self._next_report(engine, waiting)):
+                task = self._reporting[engine] = asyncio.create_task(self._report(engine, *report))
                 started.append(task)
         self._turn += MAX_REPORTS
         return started
+
+    def _next_report(self, engine: EngineRecord, waiting: dict[str, float]) -> tuple[ServiceElsewhere, float] | None:
+        """Return the engine's next report and the time at which it was first sent; None if there is none."""
+        now = self._clock()
+        if (failed := self._failed.pop(engine, None)) is not None:
+            if now - failed[1] < REPEAT_SECONDS:
+                return failed
+            waiting.clear()
+        if not waiting:
+            return None
+        largest = dict(nlargest(MAX_TENANTS, waiting.items(), lambda item: item[1]))
+        for tenant_id in largest:
+            del waiting[tenant_id]
+        self._number += 1
+        return ServiceElsewhere(largest, self._reporter, self._number), now
 
     async def watch(self, count_service: Callable[[], None]) -> None:
         """Report until cancelled. count_service: called before each report."""
@@ -93,10 +120,11 @@ class EngineService:
             for task in list(self._reporting.values()):
                 task.cancel()
 
-    async def _report(self, engine: EngineRecord, service: dict[str, float]) -> None:
+    async def _report(self, engine: EngineRecord, report: ServiceElsewhere, first_sent: float) -> None:
         try:
-            await self._send(engine, service)
+            await self._send(engine, report)
         except HTTP_ERRORS as error:
+            self._failed[engine] = report, first_sent
             problem = "orders tenants by its own service, because it does not accept their service at other engines"
             self._problems.found(engine, problem, type(error).__name__)
         else:

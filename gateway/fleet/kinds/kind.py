@@ -20,6 +20,7 @@ from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.traits import Traits
 from wire.digests import digest_name
+from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
@@ -86,8 +87,8 @@ class EngineKind(ABC):
         TimeoutError.
         """
 
-    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        """Report tenants' service at other engines, by tenant id, to an engine that orders tenants (`Traits`).
+    async def send_service(self, engine: EngineRecord, report: ServiceElsewhere) -> None:
+        """Report tenants' service at other engines to an engine that orders tenants (`Traits`).
 
         Raises ClientError, OSError, TimeoutError.
         """

@@ -139,8 +139,8 @@ class Loraplex(EngineKind):
             )
         return super().error(answer, detail, model)
 
-    async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        await self._post_json(engine, "/service", ServiceElsewhere(service), SERVICE_TIMEOUT)
+    async def send_service(self, engine: EngineRecord, report: ServiceElsewhere) -> None:
+        await self._post_json(engine, "/service", report, SERVICE_TIMEOUT)
 
     async def probe(
         self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Callable[[], None]

@@ -33,6 +33,12 @@ async def test_only_tenants_with_requests_are_charged(client: Client):
         [account] = (await client.state(**INTERNAL))["tenants"]
         assert account["tenant"] == "acme"
         assert account["counter"] > 5e5
+        # A report that is sent again counts once.
+        for number, num_charged in ((1, 1), (1, 0), (2, 1), (1, 0)):
+            report = {"tenants": {"acme": 1}, "reporter": "gateway-1", "number": number}
+            assert await client.ok("/service", report, **INTERNAL) == {"num_charged": num_charged}
+        other = {"tenants": {"acme": 1}, "reporter": "gateway-2", "number": 1}
+        assert await client.ok("/service", other, **INTERNAL) == {"num_charged": 1}
 
 
 @pytest.mark.parametrize(

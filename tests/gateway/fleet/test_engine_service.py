@@ -8,10 +8,10 @@ import pytest
 from aiohttp import ClientError
 
 from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.engine_service import MAX_REPORTS, EngineService
+from gateway.fleet.engine_service import MAX_REPORTS, REPEAT_SECONDS, EngineService
 from gateway.fleet.kinds.vllm import Vllm
 from wire.responses import TenantShare
-from wire.service import MAX_TENANTS
+from wire.service import MAX_TENANTS, ServiceElsewhere
 
 ONE, OTHER = EngineRecord(Address("http://one")), EngineRecord(Address("http://other"))
 FOREIGN = EngineRecord(Address("http://foreign", Vllm.traits))
@@ -24,13 +24,17 @@ class Reports:
 
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, float]] = {}
+        self.numbers: list[int] = []
         self.broken: set[str] = set()
         self.slow: EngineRecord | None = None
         self.answers = asyncio.Event()
-        self.service = EngineService(lambda: [ONE, OTHER, FOREIGN], self._send)
+        self.now = 1000.0
+        self.service = EngineService(lambda: [ONE, OTHER, FOREIGN], self._send, lambda: self.now)
 
-    async def _send(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        self.latest[engine.url] = service
+    async def _send(self, engine: EngineRecord, report: ServiceElsewhere) -> None:
+        assert report.reporter
+        self.latest[engine.url] = report.tenants
+        self.numbers.append(report.number)
         if engine is self.slow:
             await self.answers.wait()
         if engine.url in self.broken:
@@ -54,7 +58,8 @@ async def test_each_engine_gets_the_service_at_the_others():
     assert await reports.report() == {}
 
 
-async def test_a_failed_report_is_not_repeated_and_logged_once(caplog: pytest.LogCaptureFixture):
+async def test_a_failed_report_is_sent_again_with_its_number_and_logged_once(caplog: pytest.LogCaptureFixture):
+    """The engine may have applied it, so nothing is added to it; what came later follows."""
     reports = Reports()
     reports.broken = {"http://one"}
     for _ in range(2):
@@ -62,11 +67,29 @@ async def test_a_failed_report_is_not_repeated_and_logged_once(caplog: pytest.Lo
         assert await reports.report() == {"http://one": {"acme": 2}}
     reports.broken = set()
     reports.service.served(OTHER, "acme", 3)
-    assert await reports.report() == {"http://one": {"acme": 3}}
+    assert await reports.report() == {"http://one": {"acme": 2}}
+    assert await reports.report() == {"http://one": {"acme": 2 + 3}}
+    assert await reports.report() == {}
+    assert reports.numbers == [1, 1, 1, 2]
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("engine http://one orders tenants by its own service")
     assert record.getMessage().endswith(": ClientError")
+
+
+async def test_the_service_of_a_time_in_which_an_engine_was_down_is_not_charged_at_its_return():
+    reports = Reports()
+    reports.broken = {"http://one"}
+    reports.service.served(OTHER, "acme", 2)
+    await reports.report()
+    reports.service.served(OTHER, "acme", 5)
+    reports.now += REPEAT_SECONDS - 0.1
+    assert await reports.report() == {"http://one": {"acme": 2}}
+    reports.broken = set()
+    reports.now += 0.2
+    assert await reports.report() == {}
+    reports.service.served(OTHER, "acme", 3)
+    assert await reports.report() == {"http://one": {"acme": 3}}
 
 
 async def test_a_report_is_bounded_and_the_other_tenants_follow():
@@ -100,9 +123,9 @@ async def test_in_a_large_fleet_engines_take_turns_and_get_the_service_of_their_
     engines = [EngineRecord(Address(f"http://{number}")) for number in range(MAX_REPORTS * 2 + 5)]
     reports: list[dict[str, dict[str, float]]] = []
 
-    async def send(engine: EngineRecord, report: dict[str, float]) -> None:
+    async def send(engine: EngineRecord, report: ServiceElsewhere) -> None:
         assert engine.url not in reports[-1]
-        reports[-1][engine.url] = report
+        reports[-1][engine.url] = report.tenants
 
     service = EngineService(lambda: engines, send)
     share = TenantShare("globex", 1.0, 0.0, 1, 0, 0.0, 0.5, 0.5)
