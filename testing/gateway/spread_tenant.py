@@ -4,6 +4,7 @@ Each tenant always has requests waiting at every engine that it uses, so its sha
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -90,6 +91,23 @@ async def spread_tenants(
             yield loops
         finally:
             await loops.stop()
+
+
+async def until_all_have_waited(loops: Loops, engines: Sequence[str], tenants: int, seconds: float) -> None:
+    """Run the loops until each engine has been seen with a waiting request of each of its tenants.
+
+    Before that, tenants get less than their shares, because they have asked for less. tenants: number of those of an
+    engine. Raises AssertionError after `seconds`.
+    """
+    deadline, waited = time.monotonic() + seconds, {url: set[str]() for url in engines}
+    async with aiohttp.ClientSession(headers={"x-loraplex-internal-token": TOKEN}) as session:
+        while any(len(seen) < tenants for seen in waited.values()):
+            assert time.monotonic() < deadline, f"the tenants that have waited at the engines: {waited}"
+            await loops.run(0.1)
+            for url, seen in waited.items():
+                async with session.get(f"{url}/state") as response:
+                    state = await response.json()
+                seen.update(share["tenant"] for share in state["tenants"] if share["waiting"])
 
 
 def entitled(engines: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
