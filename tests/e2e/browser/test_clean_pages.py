@@ -157,6 +157,7 @@ async def test_every_route_is_a_page_or_has_a_reason():
     assert known >= {"/admin/login", "/console/login", *NO_PAGES, *QUERIES}
 
 
+@pytest.mark.timeout(300)  # about 100 pages in four views: two minutes on a slow machine
 async def test_every_page_is_clean(gateway: Gateway, upstream: Upstream, browser: Any):
     key, known = await fill(gateway, upstream)
     found: list[str] = []

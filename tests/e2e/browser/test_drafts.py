@@ -4,6 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from playwright.async_api import TimeoutError
 
 from testing.browser import Person, faults, person
 from testing.gateway.running import ADMIN_KEY, Gateway
@@ -29,7 +30,10 @@ async def log_in_here(who: Person, key: str) -> None:
     """Log in on the page that is shown."""
     await who.page.fill("input[name=key]", key)
     await who.page.click("main button")
-    await who.page.wait_for_selector("[data-person]")
+    try:
+        await who.page.wait_for_selector("[data-person]")
+    except TimeoutError as error:
+        raise AssertionError(f"the log-in led to {who.page.url}: {await who.text()}") from error
     await who.page.wait_for_load_state()  # the script fills in the draft
 
 
