@@ -40,6 +40,6 @@ def test_a_scenario_on_the_real_stack(stack: Stack, tmp_path):
     assert report["isolation"]["acme"]["ratio"] > 0
     # The demo's tenants have equal weights.
     assert report["server_weights"] == {"acme": 1, "globex": 1}
-    assert [text for text in report["warnings"] if text.endswith("tenants: acme 1, there 1, globex 2, there 1")]
+    assert [text for text in report["warnings"] if text.endswith("tenants: acme 1 (server: 1), globex 2 (server: 1)")]
     shown = out.read_text() + page.read_text() + done.stdout + done.stderr
     assert not [tenant["name"] for tenant in stack.demo["tenants"] if tenant["api_key"] in shown]
