@@ -69,8 +69,8 @@ class InFlight:
     def place(self, count: int, tenant_id: str = "") -> Iterator[None]:
         """Reserve places for a request's sequences until the client has received the answer.
 
-        Raises QueueFull if not enough places are free, TenantQueueFull if the tenant uses all of its places,
-        EngineUnavailable after a failure or while closing.
+        Raises QueueFull if not enough places are free, TenantQueueFull if the tenant would have more than its limit or
+        leave others too few, EngineUnavailable after a failure or while closing.
         """
         self._check_open()
         self._check_room(count, tenant_id)
