@@ -22,7 +22,7 @@ from gateway.fleet.own_requests import named
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import RoutedRequest, choose
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.suspects import Suspect
 from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.fleet.shared_deaths import Report, Suspect
+from gateway.fleet.shared_deaths import Report
+from gateway.fleet.suspects import Suspect
 
 TENANT = "tenant"
 # Deaths until a request, or an adapter with any requests, is quarantined. The last number is the deaths by a tenant's

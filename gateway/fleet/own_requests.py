@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.fleet.shared_deaths import OrphanedRequests, Suspect
+from gateway.fleet.suspects import OrphanedRequests, Suspect
 
 # Minimum time between the end of a request that was left and a reading of the engine's state, for the reading to show
 # that the engine survived the request: earlier readings may have begun before its end.

@@ -34,7 +34,8 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names
 from gateway.fleet.quarantine_log import QuarantineLog
 from gateway.fleet.request_names import RequestNames, computed
-from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, OrphanedRequests, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Report, SharedDeaths
+from gateway.fleet.suspects import OrphanedRequests, Suspect
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 from gateway.fleet.deaths import TENANT, Deaths, QuarantinePeriod
-from gateway.fleet.shared_deaths import Entry, Suspect
+from gateway.fleet.shared_deaths import Entry
+from gateway.fleet.suspects import Suspect
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import LEFT_SECONDS, Names
 from gateway.fleet.queue import Capacity
-from gateway.fleet.shared_deaths import OrphanedRequests
 from gateway.fleet.sleeping import BaseAsleep
+from gateway.fleet.suspects import OrphanedRequests
 
 log = logging.getLogger(__name__)
 

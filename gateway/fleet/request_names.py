@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from gateway.fleet.own_requests import NamedBody, Names
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.suspects import Suspect
 
 log = logging.getLogger(__name__)
 

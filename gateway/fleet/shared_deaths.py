@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 from redis.exceptions import ResponseError
 
+from gateway.fleet.suspects import OrphanedRequests, Suspect
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
 
@@ -75,27 +76,6 @@ local found = redis.call('XREAD', 'COUNT', ARGV[4], 'STREAMS', KEYS[1], ARGV[3])
 return {redis.call('ZRANGE', KEYS[2], 0, -1), now, found and found[1][2] or {}}
 """
 )
-
-
-class Suspect(NamedTuple):
-    """Something of a tenant that may be the cause of a death.
-
-    kind: "request" (mark: its HMAC), "adapter" or "probe" (mark: the adapter's name in the quarantine), or "tenant"
-    (all its requests; mark: "").
-    """
-
-    kind: str
-    tenant_id: str
-    mark: str
-
-
-class OrphanedRequests(msgspec.Struct):
-    """Requests that an ending process has left on an engine's instance, whose death may follow: tenants and names."""
-
-    engine: str
-    instance: str | None
-    tenants: list[str]
-    suspects: list[Suspect]
 
 
 class Report(msgspec.Struct):

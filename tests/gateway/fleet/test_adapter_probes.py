@@ -14,7 +14,7 @@ from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.own_requests import named
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.suspects import Suspect
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants

@@ -3,7 +3,8 @@
 import pytest
 
 from gateway.fleet.deaths import LATE_SECONDS, LIMITS, TENANT, UNKNOWN_TENANTS, Deaths, Suspicion
-from gateway.fleet.shared_deaths import Report, Suspect
+from gateway.fleet.shared_deaths import Report
+from gateway.fleet.suspects import Suspect
 from tests.gateway.fleet.test_quarantine import Clock
 
 REQUEST = Suspect("request", "v", "a mark")

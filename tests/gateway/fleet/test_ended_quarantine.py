@@ -17,7 +17,7 @@ from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused
 from gateway.fleet.deaths import LIMITS, TENANT, Deaths, Suspicion
 from gateway.fleet.own_requests import NamedBody, named
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.suspects import Suspect
 from gateway.redis.client import connect
 from testing.gateway.commands import runner
 from testing.gateway.running import Gateway, running, settings, until

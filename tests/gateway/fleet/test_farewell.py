@@ -15,7 +15,8 @@ from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import MAX_NAMES, NO_ENGINE, OrphanedRequests, Report, SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import MAX_NAMES, NO_ENGINE, Report, SharedDeaths
+from gateway.fleet.suspects import OrphanedRequests, Suspect
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream

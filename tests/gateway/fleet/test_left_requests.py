@@ -19,7 +19,7 @@ from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.request_names import _THREAD, INLINE_CHARS, VALUE_CHARS, RequestNames
-from gateway.fleet.shared_deaths import Suspect
+from gateway.fleet.suspects import Suspect
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import (

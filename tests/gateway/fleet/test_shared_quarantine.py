@@ -15,7 +15,8 @@ from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import Names, named
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.shared_deaths import SharedDeaths, Suspect
+from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.fleet.suspects import Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
 from testing.gateway.running import running, settings, until
