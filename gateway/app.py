@@ -16,7 +16,7 @@ from gateway.api.unserved_rate import UnservedRate
 from gateway.billing.ledger import Ledger
 from gateway.build import Gateway, build
 from gateway.error_boundary import error_boundary
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.pages.frame.errors import error_pages

@@ -52,7 +52,7 @@ from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.recovery import LeaseRecovery
 from gateway.components import Billing, Records, Serving, build_billing, build_records, build_serving
-from gateway.fleet.addresses import own_fields
+from gateway.fleet.discovery.addresses import own_fields
 from gateway.metric_sources import watch_parts
 from gateway.pages.adapters.build import AdapterParts, build_adapter_page
 from gateway.pages.build import build_pages

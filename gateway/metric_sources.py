@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from gateway.api.requests.memory import BodyMemory
 from gateway.components import Billing, Serving
-from gateway.fleet.health import Health
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.health import Health
 from gateway.metrics import EngineFigures, Metrics
 
 

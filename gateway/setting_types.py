@@ -15,8 +15,8 @@ from msgspec import Meta
 from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.access.oidc import parse_grant
 from gateway.access.peppers import split_peppers
-from gateway.fleet.addresses import ANNOUNCED, parse_address
-from gateway.fleet.engine import Address
+from gateway.fleet.discovery.addresses import ANNOUNCED, parse_address
+from gateway.fleet.engines.engine import Address
 from gateway.quota.fallback import parse_fallback
 from gateway.records.urls import EXPECTED, parse_url
 from gateway.redis.sentinel import check_sentinel_url

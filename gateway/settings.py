@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from gateway import setting_types as types
 from gateway.access.oidc import Provider, parse_grant
-from gateway.fleet.engine import Address
+from gateway.fleet.engines.engine import Address
 from gateway.quota.fallback import Check
 from gateway.setting_errors import NotUsableNow, Problems, SettingsError
 from gateway.setting_types import OFF, PREFIX, Network, env_name

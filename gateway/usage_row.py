@@ -18,7 +18,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     cost: in micro-units.
     status: "ok", "cancelled" (the client left), "revoked" (its key became invalid), "limited" (a token rate ended it),
         "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died).
-    served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none.
+    served_digest: the engine's receipt (gateway/fleet/calls/receipts.py), None if it sent none.
     surcharge: the tokens of the token rates beyond prompt and completion.
     version: the adapter's version; None for the base model and for mixtures.
     admission_ms: time until the reservation.

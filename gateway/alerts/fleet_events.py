@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gateway.fleet.deaths import QuarantinePeriod
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.failures.deaths import QuarantinePeriod
+from gateway.fleet.failures.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.bases.base import suspect_digest
 from gateway.records.events.events import Events

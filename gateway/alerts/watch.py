@@ -17,8 +17,8 @@ from typing import Any
 from gateway.alerts.budgets import Budgets, ThresholdCrossing
 from gateway.alerts.fleet_events import FleetEvents
 from gateway.errors import Unavailable
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.health import Health
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.health import Health
 from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.records.events.events import Events

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from gateway.api.requests.fields import read_body
 from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable, WrongKey
-from gateway.fleet.addresses import ANNOUNCED, parse_address
-from gateway.fleet.discovery import Announcements
+from gateway.fleet.discovery.addresses import ANNOUNCED, parse_address
+from gateway.fleet.discovery.discovery import Announcements
 from gateway.redis.errors import REDIS_ERRORS
 from wire.headers import ANNOUNCE_TOKEN_HEADER, INTERNAL_TOKEN_HEADER
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.billing.ledger import Ledger
 from gateway.errors import GatewayError
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
 from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.background import running

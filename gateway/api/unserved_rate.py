@@ -21,7 +21,7 @@ from gateway.api.idempotency import REPLAYED
 from gateway.api.requests.body_reader import COST
 from gateway.caller import CALLER, Caller, client_network
 from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
-from gateway.fleet.sleeping import BaseAsleep
+from gateway.fleet.discovery.sleeping import BaseAsleep
 from gateway.metrics import Metrics
 from gateway.sharing.start_limiter import StartLimiter
 from wire.bounded_dict import BoundedDict

@@ -18,10 +18,10 @@ from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
-from gateway.fleet.answers import Choice, Fields, Progress, Usage, decode_choices, decode_progress, read_usage
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.receipts import matches, served_digest
-from gateway.fleet.service_meter import Reported
+from gateway.fleet.calls.answers import Choice, Fields, Progress, Usage, decode_choices, decode_progress, read_usage
+from gateway.fleet.calls.receipts import matches, served_digest
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.queueing.service_meter import Reported
 from gateway.metrics import Metrics
 from gateway.process.outage import Outage
 from gateway.quota.quota import Quota

@@ -3,7 +3,7 @@
 import time
 
 from gateway.billing.charges import Ending
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 
 
 class Attempts:

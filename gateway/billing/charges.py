@@ -15,7 +15,7 @@ from gateway.errors import (
     RateLimited,
     Unavailable,
 )
-from gateway.fleet.call import EngineRefused
+from gateway.fleet.calls.call import EngineRefused
 from gateway.records.money.prices import Price
 from wire.requests import CompletionRequest, SamplingRequest
 

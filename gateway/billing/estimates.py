@@ -10,7 +10,7 @@ from typing import Protocol
 from gateway.billing.attempts import Attempts
 from gateway.billing.charges import Ending
 from gateway.errors import OutOfTime
-from gateway.fleet.answers import AnswerTooLarge
+from gateway.fleet.calls.answers import AnswerTooLarge
 from gateway.quota.reservation import Reservation
 from wire.bounded_dict import BoundedDict
 

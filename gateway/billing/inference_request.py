@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from gateway.billing.charges import TokenRateWeights
-from gateway.fleet.own_requests import NamedBody
+from gateway.fleet.engines.own_requests import NamedBody
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gateway.errors import BadRequest, NoEngine, NoEngineOfBase
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model

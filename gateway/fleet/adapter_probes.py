@@ -13,16 +13,16 @@ from functools import partial
 import msgspec
 from aiohttp import ClientConnectorError, ClientError, ClientOSError, ClientPayloadError, ServerDisconnectedError
 
-from gateway.fleet.deaths import Death
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.health import network_reason
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.health import network_reason
+from gateway.fleet.engines.own_requests import named
+from gateway.fleet.engines.suspects import Suspect
+from gateway.fleet.failures.deaths import Death
+from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
-from gateway.fleet.own_requests import named
-from gateway.fleet.quarantine import Quarantine, Quarantined
-from gateway.fleet.registry import Registry
-from gateway.fleet.routing import RoutedRequest, choose
-from gateway.fleet.suspects import Suspect
+from gateway.fleet.routing.routing import RoutedRequest, choose
 from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
-from gateway.fleet.answers import Incoming
-from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
+from gateway.fleet.calls.answers import Incoming
+from gateway.fleet.calls.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import InFlight, count_less
-from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.own_requests import InFlight, count_less
+from gateway.fleet.failures.quarantine import Quarantine
 from wire.telemetry.spans import OPERATIONS, Span, Value
 
 T = TypeVar("T")

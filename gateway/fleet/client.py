@@ -16,10 +16,10 @@ from aiohttp import (
 )
 
 from gateway.errors import BadRequest, RankNotServed, UpstreamFailed
-from gateway.fleet.answers import EngineBroke, Incoming, read_error, read_report
-from gateway.fleet.call import Call, EngineGone, EngineRefused
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.health import network_reason
+from gateway.fleet.calls.answers import EngineBroke, Incoming, read_error, read_report
+from gateway.fleet.calls.call import Call, EngineGone, EngineRefused
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.health import network_reason
 from gateway.fleet.kinds.kind import CONNECT_SECONDS
 from gateway.fleet.kinds.table import Kinds
 from wire.errors import BadRequest as ProtocolError

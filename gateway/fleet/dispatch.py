@@ -11,22 +11,22 @@ import msgspec
 
 from gateway.errors import BadRequest, EngineDied, NoEngine, Overloaded, RankNotServed, UpstreamFailed
 from gateway.fleet.absence import no_engine_error, too_many_sequences_error
-from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
-from gateway.fleet.candidates import Usable, choose_in
-from gateway.fleet.deaths import UNKNOWN_TENANTS, Suspicion
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.engine_service import EngineService
-from gateway.fleet.isolation import Isolation, NotAlone
-from gateway.fleet.own_requests import InFlight, NamedBody
-from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import Quarantined
-from gateway.fleet.queue import Place
-from gateway.fleet.registry import Registry
-from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
-from gateway.fleet.service_meter import Reported, ServiceMeter
+from gateway.fleet.calls.answers import Incoming
+from gateway.fleet.calls.call import Call, EngineGone, EngineRefused, EngineWithdrew
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.own_requests import InFlight, NamedBody
+from gateway.fleet.failures.deaths import UNKNOWN_TENANTS, Suspicion
+from gateway.fleet.failures.isolation import Isolation, NotAlone
+from gateway.fleet.failures.quarantine import Quarantined
+from gateway.fleet.queueing.base_queues import BaseQueues
+from gateway.fleet.queueing.engine_service import EngineService
+from gateway.fleet.queueing.queue import Place
+from gateway.fleet.queueing.service_meter import Reported, ServiceMeter
+from gateway.fleet.routing.candidates import Usable, choose_in
+from gateway.fleet.routing.prefetch import Prefetch
+from gateway.fleet.routing.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.fleet.tries import MAX_FAILURES, Tries
 from gateway.records.bases.registry import Bases
 from wire.deadlines import deadline

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from gateway.errors import BadRequest, NoEngine
-from gateway.fleet.answers import REFUSED
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.calls.answers import REFUSED
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
-from gateway.fleet.registry import Registry
 from gateway.records.bases.base import Base, Binding
 from wire.http_errors import HTTP_ERRORS
 

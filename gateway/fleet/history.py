@@ -8,9 +8,9 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.queueing.base_queues import BaseQueues
 from wire.responses import StepSecond
 
 LOOK_SECONDS = 1.0

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from gateway.fleet.call import Call, EngineRefused
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.calls.call import Call, EngineRefused
+from gateway.fleet.engines.engine import EngineRecord
 
 # After this many deaths and failures of engines, a request gets no further engine, because it may be the cause. If
 # another tenant's request may be the cause, the request gets one more engine, apart from that tenant. If another

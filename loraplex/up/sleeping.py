@@ -1,7 +1,7 @@
 """Engines that sleep while their base model is idle, and the HTTP server by which gateways wake them.
 
-`gateway/fleet/sleeping.py` is its client. Each base model sleeps and wakes by itself. All base models are loaded at the
-start of `loraplex up`, so that they fit beside each other, and their load times are known.
+`gateway/fleet/discovery/sleeping.py` is its client. Each base model sleeps and wakes by itself. All base models are
+loaded at the start of `loraplex up`, so that they fit beside each other, and their load times are known.
 """
 
 import asyncio

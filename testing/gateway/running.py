@@ -18,7 +18,7 @@ import aiohttp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.app import REGISTRY, make_app
-from gateway.fleet.health import Health
+from gateway.fleet.engines.health import Health
 from gateway.records.database import migrate
 from gateway.serve import listening
 from gateway.settings import Settings

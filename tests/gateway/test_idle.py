@@ -10,9 +10,9 @@ import pytest
 from redis.asyncio import Redis
 from sqlalchemy import Engine, event
 
-from gateway.fleet import shared_service
-from gateway.fleet.service_counters import ServiceCounters
-from gateway.fleet.shared_service import SharedService
+from gateway.fleet.queueing import shared_service
+from gateway.fleet.queueing.service_counters import ServiceCounters
+from gateway.fleet.queueing.shared_service import SharedService
 from gateway.process.background import running as in_background
 from gateway.records.changes import IDLE_SECONDS
 from testing.gateway.running import Gateway, running, settings, until

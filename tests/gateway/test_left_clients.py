@@ -14,7 +14,7 @@ from adapters.spool import PREFIX
 from adapters.store import DirectoryStore
 from gateway.access.throttle import FailedLogins
 from gateway.api.idempotency import Idempotency
-from gateway.fleet.drains import Drains
+from gateway.fleet.discovery.drains import Drains
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.bases.records import BaseRecords
 from gateway.records.tenants import bulk

@@ -26,7 +26,7 @@ from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
 from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.process.background import all_ended, run_to_end
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes

@@ -9,7 +9,7 @@ from msgspec import Struct
 from gateway.api.adapters.caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
-from gateway.fleet.operator_prefetch import OperatorPrefetch
+from gateway.fleet.routing.operator_prefetch import OperatorPrefetch
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.use import AdapterUses, Change, Use

@@ -10,7 +10,7 @@ from msgspec import Struct
 from gateway.api.adapters.versions import describe_content
 from gateway.api.requests.fields import json_response, parse_text, read_flag, read_limit, read_number, read_sort
 from gateway.errors import BadRequest
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
 from gateway.records.adapters.list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter
 from wire.digests import bare_digest, digest_name, named_digest
 

@@ -19,7 +19,7 @@ from gateway.api.admin.prices import NewPrice
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag, read_limit
 from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
 from gateway.process.background import run_to_end
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState, Shape

@@ -9,9 +9,9 @@ from aiohttp import web
 from gateway.api.requests.fields import json_response, read_body
 from gateway.api.scopes import ACTOR
 from gateway.errors import RecordNotFound, Unavailable
-from gateway.fleet.drains import Drains
-from gateway.fleet.engine import Drained, EngineRecord
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.drains import Drains
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import Drained, EngineRecord
 from gateway.process.background import run_to_end
 from gateway.records.audit import Audit
 

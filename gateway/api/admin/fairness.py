@@ -8,8 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gateway.api.answers import row_struct
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
+from gateway.fleet.queueing.base_queues import BaseQueues
+from gateway.fleet.queueing.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
 
 # Maximum number of tenants with a curve of their own.
 MAX_CURVES = 8

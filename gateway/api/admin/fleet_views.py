@@ -11,10 +11,10 @@ from gateway.api.admin.engines import find_engine
 from gateway.api.answers import row_struct
 from gateway.api.requests.fields import json_response, read_limit, read_number
 from gateway.errors import Unavailable
-from gateway.fleet.engine import AdapterTier, EngineRecord
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import AdapterTier, EngineRecord
 from gateway.fleet.history import Change, History, Sample
-from gateway.fleet.registry import Registry
-from gateway.fleet.routing import Rates
+from gateway.fleet.routing.routing import Rates
 from gateway.records.adapters.residency import Residency
 from wire.digests import digest_name
 from wire.responses import StepSecond

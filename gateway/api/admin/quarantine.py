@@ -11,8 +11,8 @@ from msgspec import Struct
 from gateway.api.requests.fields import json_response, read_limit
 from gateway.api.scopes import ACTOR
 from gateway.errors import Unavailable
-from gateway.fleet.deaths import QuarantinePeriod
-from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.failures.deaths import QuarantinePeriod
+from gateway.fleet.failures.quarantine import Quarantine
 from gateway.process.background import run_to_end
 from gateway.records.audit import Audit
 from gateway.records.bases.base import suspect_digest

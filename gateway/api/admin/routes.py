@@ -17,9 +17,9 @@ from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.scopes import ACTOR
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.queue import TenantPlaces
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.queueing.base_queues import BaseQueues
+from gateway.fleet.queueing.queue import TenantPlaces
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.audit import Audit
 from gateway.records.money.usage_report import UsageReport

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from gateway.access.auth import TenantPrincipal
 from gateway.api.golden.golden_requests import GoldenRequests
 from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.metrics import Metrics
 from gateway.records.adapters.golden import Difference, Golden, GoldenCheck, GoldenSet

@@ -19,13 +19,13 @@ from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
 from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
-from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, decode_progress, read_answer, read_usage
-from gateway.fleet.call import Call, EngineRefused
+from gateway.fleet.calls import receipts
+from gateway.fleet.calls.answers import Fields, decode_progress, read_answer, read_usage
+from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.dispatch import AttemptLog, Fleet
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.service_meter import Reported
-from gateway.fleet.waiting import LAST_TENANT
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.queueing.service_meter import Reported
+from gateway.fleet.queueing.waiting import LAST_TENANT
 from gateway.metrics import Metrics
 from gateway.records.adapters.catalog import Model
 from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt

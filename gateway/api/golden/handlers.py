@@ -15,7 +15,7 @@ from gateway.api.golden.checking import GoldenChecks
 from gateway.api.golden.golden_requests import GoldenRequests, Question
 from gateway.api.requests.fields import json_response, read_raw
 from gateway.errors import BadRequest, NoEngine, translate
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.quota.quota import Quota
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt, GoldenSet

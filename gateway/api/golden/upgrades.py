@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Iterable
 
 from gateway.api.golden.checking import GoldenChecks
 from gateway.errors import GatewayError, Unavailable
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked
 from gateway.records.bases.base import EngineSoftware

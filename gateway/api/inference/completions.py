@@ -31,9 +31,9 @@ from gateway.errors import (
     error_body,
     translate,
 )
-from gateway.fleet import receipts
-from gateway.fleet.answers import EngineLost, Fields, object_parts, public_error, read_answer, read_events
-from gateway.fleet.call import Call, EngineRefused
+from gateway.fleet.calls import receipts
+from gateway.fleet.calls.answers import EngineLost, Fields, object_parts, public_error, read_answer, read_events
+from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request

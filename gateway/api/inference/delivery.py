@@ -17,7 +17,7 @@ from aiohttp import ClientError, Payload, web
 from aiohttp.abc import AbstractStreamWriter
 
 from gateway.errors import ClientGone
-from gateway.fleet.json_field_scanner import PIECE_BYTES
+from gateway.fleet.calls.json_field_scanner import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.sharing.start_limiter import CLOCK_SECONDS, StartLimiter

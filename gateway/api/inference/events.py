@@ -9,7 +9,7 @@ from msgspec import Raw
 from gateway.api.requests.prompts import CHAT, COMPLETIONS
 from gateway.billing.account import Account
 from gateway.billing.inference_request import InferenceRequest
-from gateway.fleet.answers import Fields, decode_choices, decode_field
+from gateway.fleet.calls.answers import Fields, decode_choices, decode_field
 from wire.money import exact_money
 
 # Prefix of an answer's id by the name of its endpoint.

@@ -12,10 +12,10 @@ from gateway.api.requests.sizes import AnyRequest, check_raw_sizes, check_sizes
 from gateway.billing.charges import check_answer_size, weights_of
 from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import BadRequest
+from gateway.fleet.engines.own_requests import NamedBody
+from gateway.fleet.engines.traits import OwnFields
 from gateway.fleet.kinds.fields import check_fields
-from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.tokenizers import Tokenizers
-from gateway.fleet.traits import OwnFields
 from gateway.records.bases.base import Base
 from wire.context import answer_too_long, context_exceeded, prompt_too_long
 from wire.decoding import decode, is_quick

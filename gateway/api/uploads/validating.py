@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
-from gateway.fleet.quarantine import Quarantined
+from gateway.fleet.failures.quarantine import Quarantined
 from gateway.process.background import running
 from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, inspect
 
-from gateway.fleet.traits import OwnFields
+from gateway.fleet.engines.traits import OwnFields
 from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest, NotServed

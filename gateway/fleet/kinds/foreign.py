@@ -12,8 +12,8 @@ from aiohttp import ClientResponse
 from msgspec import Struct
 
 from adapters.fair_threads import FairThreads
-from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.call import Call
+from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
 from wire.errors import BadRequest

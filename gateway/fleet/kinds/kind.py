@@ -14,11 +14,11 @@ from aiohttp.abc import AbstractStreamWriter
 
 from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.answers import REFUSED, Incoming
-from gateway.fleet.call import Call, EngineRefused
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.answers import REFUSED, Incoming
+from gateway.fleet.calls.call import Call, EngineRefused
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.traits import Traits
 from gateway.fleet.kinds.recent_uses import RecentUses
-from gateway.fleet.traits import Traits
 from wire.digests import digest_name
 from wire.service import ServiceElsewhere
 

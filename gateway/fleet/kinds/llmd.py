@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import ClientResponse
 
 from gateway.errors import GatewayError
-from gateway.fleet.answers import Incoming
-from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.answers import Incoming
+from gateway.fleet.calls.call import Call
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.traits import Traits
 from gateway.fleet.kinds.foreign import read_models, reported_state
 from gateway.fleet.kinds.kind import ErrorDetail, Misconfigured
 from gateway.fleet.kinds.vllm import MIXES_BASE, Vllm
-from gateway.fleet.traits import Traits
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model

@@ -10,9 +10,10 @@ import msgspec
 from aiohttp import ClientResponse, ClientTimeout
 
 from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable
-from gateway.fleet.answers import FAILURES, REFUSED, Incoming
-from gateway.fleet.call import Call, EngineRefused, EngineWithdrew
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.answers import FAILURES, REFUSED, Incoming
+from gateway.fleet.calls.call import Call, EngineRefused, EngineWithdrew
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.traits import LORAPLEX
 from gateway.fleet.kinds.kind import (
     CONNECT_SECONDS,
     HEALTH_TIMEOUT,
@@ -25,7 +26,6 @@ from gateway.fleet.kinds.kind import (
     retry_after,
     with_clients_names,
 )
-from gateway.fleet.traits import LORAPLEX
 from wire.digests import digest_name
 from wire.error_codes import ENGINE_SHARE_USED, ENGINE_UNAVAILABLE, MODEL_NOT_FOUND
 from wire.headers import (

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import ClientResponse
 
 from gateway.errors import UpstreamFailed
-from gateway.fleet.answers import read_chunks
+from gateway.fleet.calls.answers import read_chunks
 from gateway.fleet.kinds.fields import is_one_sequence
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from adapters.fair_threads import FairThreads
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
 from gateway.errors import GatewayError, RankNotServed, UpstreamFailed
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.kinds.kind import FilesMissing, Services, read_detail
 from gateway.fleet.kinds.unloading import victims
 from wire.bounded_dict import BoundedDict

@@ -18,14 +18,14 @@ import msgspec
 from aiohttp import ClientResponse
 from msgspec import Meta, Raw, Struct
 
-from gateway.fleet.answers import read_error
-from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.answers import read_error
+from gateway.fleet.calls.call import Call
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.traits import Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
 from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models, reported_state
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
-from gateway.fleet.traits import Traits
 from wire.digests import digest_name
 from wire.errors import BadRequest
 from wire.structured import ANY_OBJECT, KINDS, GrammarSpec, read_spec

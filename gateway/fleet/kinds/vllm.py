@@ -27,14 +27,14 @@ import msgspec
 from aiohttp import ClientResponse
 from msgspec import Meta, Struct
 
-from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.calls.call import Call
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.traits import OPENAI_REQUEST_ERRORS, OwnFields, Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
 from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models, reported_state
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.prefill import FIELD, can_be_split, first_body, read_params
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
-from gateway.fleet.traits import OPENAI_REQUEST_ERRORS, OwnFields, Traits
 from wire.digests import digest_name
 
 SAFE = (0, 26, 0)

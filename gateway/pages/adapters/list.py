@@ -7,7 +7,7 @@ from aiohttp import web
 
 from gateway.api.admin.adapters import read_filter, resident_on
 from gateway.errors import BadRequest
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.links import Links
 from gateway.pages.widgets.states import TONES

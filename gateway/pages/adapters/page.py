@@ -10,8 +10,8 @@ from aiohttp import web
 
 from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
-from gateway.fleet.engine import AdapterTier
-from gateway.fleet.operator_prefetch import OperatorPrefetch
+from gateway.fleet.engines.engine import AdapterTier
+from gateway.fleet.routing.operator_prefetch import OperatorPrefetch
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.links import Links

@@ -12,8 +12,8 @@ from gateway.api.requests.fields import parse_text
 from gateway.api.scopes import ACTOR
 from gateway.components import Records
 from gateway.errors import RecordNotFound
-from gateway.fleet.health import Health
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.health import Health
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.edits import again_if_changed, merge, shown_values
 from gateway.pages.widgets.form_checks import form_errors, is_confirmed, read_form, typing_error

@@ -12,9 +12,9 @@ from gateway.access.sessions import VISITOR
 from gateway.api.admin.engines import AdminEngines, find_engine
 from gateway.api.admin.fleet_views import ResidentRow, Residents
 from gateway.api.page_guard import form_of
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.history import History, Sample
-from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import EngineView, view_engine
 from gateway.pages.widgets.charts import thin

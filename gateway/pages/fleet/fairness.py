@@ -9,8 +9,8 @@ from aiohttp import web
 from gateway.api.admin.fairness import describe_fairness, largest, share_curve
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.fairness import Fairness, TenantFairness
+from gateway.fleet.queueing.base_queues import BaseQueues
+from gateway.fleet.queueing.fairness import Fairness, TenantFairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.tables import ROWS, Column, csv_response, fill, read_second, read_table
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
-from gateway.fleet.base_queues import BaseQueues
-from gateway.fleet.engine import EngineRecord
-from gateway.fleet.health import Health as EngineHealth
-from gateway.fleet.registry import Registry
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.health import Health as EngineHealth
+from gateway.fleet.queueing.base_queues import BaseQueues
 
 Level = Literal["good", "warn", "bad"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from gateway.api.key_manager import KeyManager
 from gateway.components import Records
-from gateway.fleet.fairness import Fairness
+from gateway.fleet.queueing.fairness import Fairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.tenants.forms import TenantForms
 from gateway.pages.tenants.keys import KeyPages

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gateway.fleet.fairness import Fairness
+from gateway.fleet.queueing.fairness import Fairness
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.activity.figures import ActivityReport
 from gateway.records.adapters.list import AdapterList, ListedAdapter, ListFilter

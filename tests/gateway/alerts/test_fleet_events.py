@@ -10,16 +10,16 @@ from gateway.alerts.fleet_events import FleetEvents
 from gateway.alerts.messages import body, text
 from gateway.alerts.watch import Watch
 from gateway.errors import Unavailable
-from gateway.fleet.deaths import LIMITS, TENANT
-from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.quarantine_log import MAX_BEGUN
+from gateway.fleet.failures.deaths import LIMITS, TENANT
+from gateway.fleet.failures.quarantine import Quarantine
+from gateway.fleet.failures.quarantine_log import MAX_BEGUN
 from gateway.metrics import Metrics
 from gateway.records.database import Database
 from gateway.records.events.events import MAX_PER_HOUR, Event, Events
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import SECRET, Clock, engine, note_death
+from tests.gateway.fleet.failures.test_quarantine import SECRET, Clock, engine, note_death
 
 
 class Process:

@@ -12,8 +12,8 @@ from gateway.alerts.budgets import Budgets
 from gateway.alerts.fleet_events import FleetEvents
 from gateway.alerts.watch import DOWN_SECONDS, WRONG_KEYS, Watch
 from gateway.errors import Unavailable
-from gateway.fleet.health import Condition, Health
-from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.engines.health import Condition, Health
+from gateway.fleet.failures.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.changes import Changes
 from gateway.records.database import Database

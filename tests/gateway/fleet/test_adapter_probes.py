@@ -8,17 +8,17 @@ import pytest
 from aiohttp import ClientOSError, ServerDisconnectedError
 
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
-from gateway.fleet.addresses import parse_address
-from gateway.fleet.deaths import ONE_DEATH_SECONDS
-from gateway.fleet.engine import Address, EngineRecord, EngineState
-from gateway.fleet.own_requests import named
-from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.registry import Registry
-from gateway.fleet.suspects import Suspect
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.discovery.registry import Registry
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.own_requests import named
+from gateway.fleet.engines.suspects import Suspect
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
+from gateway.fleet.failures.quarantine import Quarantine
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
-from tests.gateway.fleet.test_quarantine import SECRET, Clock, note_death
+from tests.gateway.fleet.failures.test_quarantine import SECRET, Clock, note_death
 
 DIGEST = "d" * 64
 URLS = ("http://one:1", "http://two:1")

@@ -9,14 +9,14 @@ import pytest
 from aiohttp import ClientSession, ServerDisconnectedError, web
 
 from engine.answering import report
-from gateway.fleet.addresses import parse_address
 from gateway.fleet.attempts import Attempts
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
-from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord, EngineState
-from gateway.fleet.health import Health
-from gateway.fleet.health_checks import HealthChecks
-from gateway.fleet.own_requests import NamedBody
+from gateway.fleet.calls.call import Call
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.discovery.health_checks import HealthChecks
+from gateway.fleet.engines.breaker import FAILURES_UNTIL_OPEN
+from gateway.fleet.engines.engine import EngineRecord, EngineState
+from gateway.fleet.engines.health import Health
+from gateway.fleet.engines.own_requests import NamedBody
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, settings, until

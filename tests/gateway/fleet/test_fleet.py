@@ -10,8 +10,8 @@ import pytest
 from aiohttp import ClientTimeout
 
 from gateway.api.health import NO_ENGINE, NO_ENGINE_KNOWN
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.breaker import FAILURES_UNTIL_OPEN
+from gateway.fleet.engines.engine import EngineRecord
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Browser, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
@@ -54,7 +54,7 @@ async def test_an_engine_that_dies_is_passed_over_and_found_again(tmp_path: Path
 async def test_a_tests_gateway_starts_once_each_engine_has_answered(
     tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.fleet.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=0.5))
+    monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=0.5))
     note = EngineRecord.note_missed_check
     async with Upstream().serving() as late, Upstream().serving() as prompt:
         late.mute = True
@@ -195,7 +195,7 @@ async def pair(
     tmp_path: Path, model_dir: Path, redis_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Gateway, Upstream, Upstream]]:
     if request.param == "some compared":
-        monkeypatch.setattr("gateway.fleet.base_engines.EXACT", 0)
+        monkeypatch.setattr("gateway.fleet.discovery.base_engines.EXACT", 0)
     async with (
         Upstream().serving() as one,
         Upstream().serving() as two,
@@ -207,8 +207,8 @@ async def pair(
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep an opened breaker open for the whole test."""
-    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.MAX_PAUSE_SECONDS", 3600.0)
 
 
 async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) -> None:
@@ -317,7 +317,7 @@ async def test_while_a_long_answer_proves_an_engine_others_are_served(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     for name in ("FIRST_PAUSE_SECONDS", "MAX_PAUSE_SECONDS"):
-        monkeypatch.setattr(f"gateway.fleet.breaker.{name}", 0.0)
+        monkeypatch.setattr(f"gateway.fleet.engines.breaker.{name}", 0.0)
     acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
     for _ in range(FAILURES_UNTIL_OPEN):
         await acme.complete(stream=True, x_engine={"drop_after": 1})

@@ -1,6 +1,6 @@
 """The steps that engines report: each second once, gaps filled, and the utilisation of the last minute."""
 
-from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.history import LAG_SECONDS, STEP_SECONDS, UTILISATION_SECONDS, EngineHistory
 from wire.responses import StepSecond
 

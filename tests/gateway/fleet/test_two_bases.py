@@ -46,7 +46,7 @@ async def state(gateway: Gateway, url: str) -> dict[str, Any]:
 async def test_a_version_never_reaches_an_engine_of_another_base(
     tmp_path: Path, models: tuple[Path, Path], engines: ExitStack, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.fleet.pinning.SECONDS", 0.1)
+    monkeypatch.setattr("gateway.fleet.routing.pinning.SECONDS", 0.1)
     store, port = tmp_path / "store", free_port()
 
     def start(model: Path, port: int = 0) -> RunningServer:

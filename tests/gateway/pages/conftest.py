@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway.api.health import State
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.engines.engine import Address, EngineRecord
 from gateway.pages.frame.assets import Assets
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip

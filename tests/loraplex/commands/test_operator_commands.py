@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet import fairness
+from gateway.fleet.queueing import fairness
 from loraplex.commands.refusals import At
 from testing.adapter_files import tensors, write
 from testing.gateway.commands import Run, runner

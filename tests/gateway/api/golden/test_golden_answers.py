@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from gateway.api.golden import upgrades
 from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
-from gateway.fleet.engine import Address, Condition, EngineRecord, Health
+from gateway.fleet.engines.engine import Address, Condition, EngineRecord, Health
 from gateway.records.adapters import golden
 from gateway.redis.client import connect
 from gateway.redis.sweeps import is_first

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from gateway.fleet.answers import read_answer
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
+from gateway.fleet.calls.answers import read_answer
+from gateway.fleet.engines.breaker import FAILURES_UNTIL_OPEN
 from gateway.quota import growing_hold
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -174,8 +174,8 @@ async def cut_off_readers(
 @pytest.fixture
 def lasting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breakers that open stay open for the whole test, however slow the machine."""
-    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.MAX_PAUSE_SECONDS", 600.0)
 
 
 @pytest.mark.usefixtures("lasting_pauses")

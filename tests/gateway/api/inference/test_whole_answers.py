@@ -18,8 +18,8 @@ from multidict import CIMultiDict
 from gateway.api.inference import completions
 from gateway.api.inference.delivery import PIECES_PER_REST, WholeBody
 from gateway.errors import UpstreamFailed
-from gateway.fleet.answers import read_answer
-from gateway.fleet.json_field_scanner import PIECE_BYTES
+from gateway.fleet.calls.answers import read_answer
+from gateway.fleet.calls.json_field_scanner import PIECE_BYTES
 from gateway.sharing.start_limiter import StartLimiter
 from testing.gateway.running import until
 from tests.gateway.api.conftest import Ask

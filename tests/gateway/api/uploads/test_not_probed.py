@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.api.uploads import validating
-from gateway.fleet.quarantine import Quarantine, Quarantined
+from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from testing.adapter_files import upload_form
 from testing.gateway.running import until
 from testing.gateway.upstream import Upstream

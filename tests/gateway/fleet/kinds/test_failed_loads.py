@@ -7,14 +7,14 @@ import pytest
 
 from gateway.api.adapters.adapters import DEFAULT_MAX_RANK
 from gateway.api.adapters.adapters import served as served_by
-from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.records.bases.base import FIRST
 from testing.gateway.running import Gateway, becomes, running, settings, until
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.fleet.kinds.test_vllm import adapters, billed, key_file, served
-from tests.gateway.fleet.test_service_charged import record
+from tests.gateway.fleet.queueing.test_service_charged import record
 
 __all__ = ["served"]
 
@@ -119,7 +119,7 @@ async def test_a_refusal_that_is_known_already_is_no_success_of_the_server(
 ):
     monkeypatch.setattr("gateway.fleet.kinds.runtime_adapters.FAILURE_SECONDS", 3600.0)
     for name in ("FIRST_PAUSE_SECONDS", "MAX_PAUSE_SECONDS"):
-        monkeypatch.setattr(f"gateway.fleet.breaker.{name}", 3600.0)
+        monkeypatch.setattr(f"gateway.fleet.engines.breaker.{name}", 3600.0)
     gateway, vllm = both
     acme = await gateway.tenant("acme")
     [adapter] = await adapters(acme, 1)

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.engines.engine import Address, EngineRecord
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.runtime_adapters import RuntimeAdapters
 from gateway.fleet.kinds.vllm import Vllm

@@ -193,7 +193,7 @@ async def test_others_go_to_another_server_while_one_is_kept_free(
                 await until(lambda: running_are(one, two, 12))
                 many += [asyncio.create_task(busy.complete(max_tokens=2))]
                 await until(lambda: running_are(one, two, 13))
-                monkeypatch.setattr("gateway.fleet.queue.PASS_SECONDS", 0.0)
+                monkeypatch.setattr("gateway.fleet.queueing.queue.PASS_SECONDS", 0.0)
                 large = asyncio.create_task(batch.complete(n=4, max_tokens=2))
                 await until(lambda: waiting_is(gateway, 1))
                 few = [asyncio.create_task(new.complete(max_tokens=2))]

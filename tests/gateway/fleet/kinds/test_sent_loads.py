@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 from adapters.manifest import AdapterNotFound
-from gateway.fleet.call import Call
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.calls.call import Call
+from gateway.fleet.engines.engine import Address, EngineRecord
+from gateway.fleet.engines.own_requests import NamedBody
 from gateway.fleet.kinds.foreign import INLINE_TOKENS
 from gateway.fleet.kinds.kind import FilesMissing
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.vllm import Vllm
-from gateway.fleet.own_requests import NamedBody
 from testing.gateway.running import until
 
 DIGEST = "d" * 64

@@ -44,7 +44,7 @@ def key_file(folder: Path) -> Path:
 @pytest.fixture
 def asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Query the server's list of models only at the gateway's start, not later."""
-    monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 3600.0)
+    monkeypatch.setattr("gateway.fleet.discovery.registry.POLL_SECONDS", 3600.0)
 
 
 async def billed(client: Client, expected: tuple[int, int, int]) -> bool:

@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 
 from engine.http.announcing import _send
 from gateway.billing.engine_counts import UsageLogClient
-from gateway.fleet.addresses import parse_address
-from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.health_checks import HealthChecks
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.discovery.health_checks import HealthChecks
+from gateway.fleet.engines.engine import Address, EngineRecord
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.vllm import Vllm, check_version, may_run_on_cpu
 from testing.gateway.bases import only
@@ -31,7 +31,7 @@ from tests.gateway.fleet.kinds.test_vllm import adapters, key_file, served
 @pytest.fixture(autouse=True)
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gateways poll servers and report uses five times as often, which the tests wait for."""
-    monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 0.2)
+    monkeypatch.setattr("gateway.fleet.discovery.registry.POLL_SECONDS", 0.2)
     monkeypatch.setattr("gateway.fleet.kinds.recent_uses.REPORT_SECONDS", 0.2)
 
 
@@ -64,7 +64,7 @@ async def test_an_unsafe_vllm_gets_no_request_and_says_why_once(
     async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
         acme = await gateway.tenant("acme")
         assert (await acme.complete(max_tokens=1)).status == 200
-        caplog.set_level(logging.ERROR, "gateway.fleet.engine")
+        caplog.set_level(logging.ERROR, "gateway.fleet.engines.engine")
         vllm.version = "0.25.1"
 
         async def is_refused() -> bool:
@@ -286,8 +286,8 @@ async def test_a_redirect_is_the_engines_failure(
 ):
     """Three redirects open the engine's breaker, and no prompt has reached the target."""
     # The breaker stays open for the whole test, however slow the machine.
-    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.engines.breaker.MAX_PAUSE_SECONDS", 600.0)
     async with Elsewhere().serving() as elsewhere, served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
         vllm.redirect = elsewhere.url
         acme = await gateway.tenant("acme")

@@ -143,7 +143,7 @@ async def test_a_pair_fails_with_its_first_server(pair: Pair):
     ],
 )
 def test_a_bad_pair_is_one_clear_line(listed: str):
-    from gateway.fleet.addresses import parse_address
+    from gateway.fleet.discovery.addresses import parse_address
 
     def read_key(name: str, value: str) -> str:
         raise AssertionError
@@ -155,7 +155,7 @@ def test_a_bad_pair_is_one_clear_line(listed: str):
 
 
 def test_an_announcement_names_no_second_server():
-    from gateway.fleet.addresses import parse_address
+    from gateway.fleet.discovery.addresses import parse_address
 
     with pytest.raises(ValueError, match="prefill"):
         parse_address("vllm+http://a:1?prefill=http://b:1")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet import history
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.history import EngineHistory
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet import fairness
+from gateway.fleet.queueing import fairness
 from testing.gateway.running import Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 

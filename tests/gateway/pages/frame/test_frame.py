@@ -10,7 +10,7 @@ import pytest
 
 from gateway.api.health import State
 from gateway.api.requests.fields import REVERSING
-from gateway.fleet.health import Health
+from gateway.fleet.engines.health import Health
 from gateway.pages.frame import frame
 from gateway.pages.frame.frame import as_attribute
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from gateway.api.health import State
-from gateway.fleet.health import Health as EngineHealth
+from gateway.fleet.engines.health import Health as EngineHealth
 from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
 from gateway.records.database import Database

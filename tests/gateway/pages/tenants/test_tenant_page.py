@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import update
 
 from gateway.billing.writer import UsageWriter
-from gateway.fleet import fairness
+from gateway.fleet.queueing import fairness
 from gateway.records.database import Database
 from gateway.records.tables import tenants
 from gateway.records.tenants.list import Sort, TenantFilter, TenantLists
