@@ -9,35 +9,14 @@ from typing import Any
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from loraplex.commands import (
-    adapters,
-    alerts,
-    audit,
-    backups,
-    bases,
-    bench,
-    chat,
-    demo,
-    engines,
-    fleet,
-    keys,
-    live,
-    overview,
-    plans,
-    prices,
-    programs,
-    quarantine,
-    refusals,
-    requests,
-    sessions,
-    size,
-    tenant_apply,
-    tenant_bulk,
-    tenants,
-    up,
-    usage,
-    whoami,
-)
+from loraplex.commands import bench, chat
+from loraplex.commands.access import keys, sessions, whoami
+from loraplex.commands.adapters import adapters
+from loraplex.commands.fleet import bases, engines, fleet, live, quarantine
+from loraplex.commands.programs import backups, demo, programs, size, up
+from loraplex.commands.reports import alerts, audit, overview, refusals, requests
+from loraplex.commands.tenants import plans, tenant_apply, tenant_bulk, tenants
+from loraplex.commands.usage import prices, usage
 from wire.garbage import collect_seldom
 
 

@@ -90,7 +90,7 @@ SLOW = (
     "gateway/billing/test_ledger.py",
     "engine/core/test_deaths.py",
     "gateway/billing/test_writer.py",
-    "loraplex/commands/test_usage_partition.py",
+    "loraplex/commands/usage/test_usage_partition.py",
 )
 # The import of transformers, its models and peft takes 7 s, so one process runs these.
 WITH_TRANSFORMERS = frozenset(

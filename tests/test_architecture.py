@@ -17,28 +17,6 @@ FLOORS = ("loraplex", "migrations", "gateway", "engine", "adapters", "kernels", 
 ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
-# Rooms of a package, folders and single modules, from the top floor down; a room may import those after it.
-ROOMS = {
-    "gateway": (
-        *("serve", "app", "lifecycle", "build", "route_table", "metric_sources", "pages", "api", "alerts"),
-        *("components", "resources", "workers", "settings", "setting_types", "spans"),
-        *("billing", "fleet", "quota", "access"),
-        *("records", "sharing", "redis", "process", "limits", "metrics", "metric_labels", "usage_row", "caller"),
-        *("error_boundary", "unknown_urls", "error_codes", "errors", "setting_errors", "log_format", "sql_states"),
-    ),
-    "engine": (
-        *("program", "http", "probing", "answering", "metrics", "core", "sizing", "engine", "build", "draft"),
-        *("sizing_speed", "sizing_steps", "execution", "memory", "step_log", "model", "state", "scheduling"),
-        *("structured", "sampling_defaults", "gpus", "config", "speculative_config", "progress", "errors"),
-    ),
-    "gateway.fleet": (
-        *("dispatch", "adapter_probes", "attempts", "tries", "client", "absence", "history"),
-        *("tokenizers", "engine_tokenizer"),
-        *("failures", "routing", "discovery", "kinds", "queueing", "calls", "engines"),
-    ),
-}
-# Imports (module, imported module) that go up between rooms, each with its reason.
-UP_BETWEEN_ROOMS: dict[tuple[str, str], str] = {}
 MAX_LINES = 400
 # Words with which no sentence of a docstring or comment may open.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
@@ -97,27 +75,6 @@ def test_imports_go_down_only():
         up = {f for f in reached if FLOORS.index(f) < FLOORS.index(floor) and (floor, f) not in ALLOWED_UP}
         found += [f"{path.relative_to(ROOT)}: {floor} is below {other}" for other in sorted(up)]
     assert not found
-
-
-def room_of(path: Path, folder: Path) -> str:
-    return Path(path.relative_to(folder).parts[0]).stem
-
-
-@pytest.mark.parametrize("package", ROOMS)
-def test_imports_between_rooms_go_down_only(package):
-    """Imports for type checking count too."""
-    rooms = ROOMS[package]
-    folder = ROOT / package.replace(".", "/")
-    sources = [path for path in SOURCES if path.is_relative_to(folder) and path != folder / "__init__.py"]
-    assert {room_of(path, folder) for path in sources} == set(rooms)
-    up = set()
-    for path in sources:
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        below = tuple(f"{package}.{room}." for room in rooms[rooms.index(room_of(path, folder)) :])
-        reached = {other for other in imports(path) if other.startswith(f"{package}.") and is_ours(other)}
-        up |= {(module, other) for other in reached if not f"{other}.".startswith(below)}
-    named = {pair for pair in UP_BETWEEN_ROOMS if pair[0].startswith(f"{package}.")}
-    assert up == named, "arrows up without a name, or names without an arrow"
 
 
 def test_the_gateway_takes_only_torch_free_modules_from_below():
@@ -366,18 +323,6 @@ def test_no_circles_of_files():
             break
         graph = {name: below - outside for name, below in graph.items() if name not in outside}
     assert not graph, "circles among these files"
-
-
-def test_rooms_of_the_pages_stand_alone():
-    """Rooms of the pages share `frame` and `widgets` and import no other room; the console is above all of them."""
-    pages = ROOT / "gateway" / "pages"
-    found = []
-    for path in pages.rglob("*/*.py"):
-        room = path.relative_to(pages).parts[0]
-        allowed = {"frame": ("frame",), "widgets": ("frame", "widgets")}.get(room, ("frame", "widgets", room))
-        reached = {m.split(".")[2] for m in imports(path) if m.startswith("gateway.pages.")}
-        found += [f"{path.relative_to(ROOT)}: {other}" for other in reached - set(allowed) if room != "console"]
-    assert not found
 
 
 def test_tests_are_no_package():

@@ -24,7 +24,7 @@ from gateway.settings import Settings, env_name
 from loraplex.bench.workload import Workload
 from loraplex.cli import main
 from loraplex.commands.common import WithSubcommands
-from loraplex.commands.vllm_flags import INSTEAD
+from loraplex.commands.programs.vllm_flags import INSTEAD
 from loraplex.up.config import UpConfig
 from loraplex.up.demo_tenants import DemoTenant
 from loraplex.up.display import Display

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from loraplex.cli import main
 from loraplex.commands.config_options import Bytes, Module
-from loraplex.commands.programs import engine
+from loraplex.commands.programs.programs import engine
 from testing.ports import free_port
 
 

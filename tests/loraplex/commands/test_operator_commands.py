@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.queueing import fairness
-from loraplex.commands.refusals import At
+from loraplex.commands.reports.refusals import At
 from testing.adapter_files import tensors, write
 from testing.gateway.commands import Run, runner
 from testing.gateway.running import Gateway, change_database, until

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from loraplex.commands.adapters.versions import VersionName
 from loraplex.commands.common import Gateway, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.versions import VersionName
 from wire.model_names import Reference
 
 

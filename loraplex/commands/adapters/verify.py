@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from loraplex.commands.adapters.golden import check_row
+from loraplex.commands.adapters.versions import VersionName
 from loraplex.commands.common import Gateway, examples, tenant_options
-from loraplex.commands.golden import check_row
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.versions import VersionName
 from wire.digests import bare_digest
 from wire.model_names import Reference, version_name
 

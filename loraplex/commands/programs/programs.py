@@ -19,7 +19,7 @@ from loraplex.commands.common import (
     variable,
 )
 from loraplex.commands.config_options import options_of, take
-from loraplex.commands.vllm_flags import EngineCommand
+from loraplex.commands.programs.vllm_flags import EngineCommand
 from wire.errors import ConfigError
 
 # Addresses to listen on that clients cannot connect to.

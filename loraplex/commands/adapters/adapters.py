@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.adapter_fleet import COMMANDS as FLEET_COMMANDS
-from loraplex.commands.adapter_fleet import every_adapter, print_every
+from loraplex.commands.adapters.adapter_fleet import COMMANDS as FLEET_COMMANDS
+from loraplex.commands.adapters.adapter_fleet import every_adapter, print_every
+from loraplex.commands.adapters.golden import golden
+from loraplex.commands.adapters.mixtures import COMMANDS as MIXTURE_COMMANDS
+from loraplex.commands.adapters.verify import verify
+from loraplex.commands.adapters.versions import COMMANDS as VERSION_COMMANDS
 from loraplex.commands.common import Gateway, admin_options, confirm, examples, tenant_options, yes_option
-from loraplex.commands.golden import golden
-from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.tenant_filter import idle_days
+from loraplex.commands.tenants.tenant_filter import idle_days
 from loraplex.commands.values import Duration
-from loraplex.commands.verify import verify
-from loraplex.commands.versions import COMMANDS as VERSION_COMMANDS
 from wire.model_names import Reference, parse_reference
 
 if TYPE_CHECKING:

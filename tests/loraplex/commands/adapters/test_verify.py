@@ -1,6 +1,6 @@
 """Texts of `loraplex adapter verify`."""
 
-from loraplex.commands.verify import change_text
+from loraplex.commands.adapters.verify import change_text
 
 
 def test_a_change_shows_both_values():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.backups import database_errors
 from loraplex.commands.common import Gateway, admin_options, again, database_url, examples, one_line, run
+from loraplex.commands.programs.backups import database_errors
 from loraplex.commands.values import Moment, given
 from wire.money import exact_money
 

@@ -8,9 +8,9 @@ from urllib.parse import quote
 
 import click
 
-from loraplex.commands.backups import database_errors, pepper_fingerprints
 from loraplex.commands.common import Gateway, database_url, examples, own_options
 from loraplex.commands.output import json_option, limits_text, moment, print_json, print_table
+from loraplex.commands.programs.backups import database_errors, pepper_fingerprints
 from loraplex.commands.values import Duration, LimitCommand, Moment, Words, given
 
 SCOPES = ("inference", "adapters", "usage", "keys")

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from loraplex.commands.common import download_dir_option, examples, one_line
 from loraplex.commands.config_options import options_of
 from loraplex.commands.output import json_option, print_json
-from loraplex.commands.programs import needs_extra
+from loraplex.commands.programs.programs import needs_extra
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
 from loraplex.commands.output import BUDGETS, json_option, print_csv, print_json, print_table
-from loraplex.commands.prices import AMOUNTS
+from loraplex.commands.usage.prices import AMOUNTS
 from loraplex.commands.values import Moment, Words, given
 from wire.money import exact_money
 

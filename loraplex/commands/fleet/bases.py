@@ -9,7 +9,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, one_line
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.prices import PRICE
+from loraplex.commands.usage.prices import PRICE
 from wire.digests import PREFIX
 
 BASES = "/admin/api/bases"

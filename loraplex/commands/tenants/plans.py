@@ -6,7 +6,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.terms import in_money, price_text, print_fields, term_names, term_options
+from loraplex.commands.tenants.terms import in_money, price_text, print_fields, term_names, term_options
 from loraplex.commands.values import NO_LIMIT, Money, TenantCommand, Words, given, limit_names
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from urllib.parse import quote
 
 import click
 
+from loraplex.commands.access.whoami import print_left
 from loraplex.commands.common import Gateway, admin_options, again, confirm, examples, yes_option
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.tenant_filter import filter_options, read_filter
-from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
+from loraplex.commands.tenants.tenant_filter import filter_options, read_filter
+from loraplex.commands.tenants.terms import Tags, in_money, print_fields, term_names, term_options
 from loraplex.commands.values import TenantCommand, Words, given, limit_names
-from loraplex.commands.whoami import print_left
 from wire.error_codes import UNKNOWN_URL
 from wire.money import exact_money
 

@@ -10,7 +10,7 @@ import click
 import yaml
 
 from loraplex.commands.output import BUDGETS
-from loraplex.commands.prices import AMOUNTS, PRICE
+from loraplex.commands.usage.prices import AMOUNTS, PRICE
 from loraplex.commands.values import NO_LIMIT, Money
 
 INHERIT = "inherit"

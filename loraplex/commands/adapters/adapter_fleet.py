@@ -5,9 +5,9 @@ from urllib.parse import quote
 
 import click
 
+from loraplex.commands.adapters.versions import VersionName
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.versions import VersionName
 from wire.model_names import Reference
 
 if TYPE_CHECKING:

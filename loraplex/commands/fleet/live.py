@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.engines import engine_state
+from loraplex.commands.fleet.engines import engine_state
 from loraplex.commands.output import json_option, moment, print_json, table_lines
 from loraplex.commands.values import Number
 
