@@ -1,11 +1,9 @@
 """Life cycle of the gateway: bind, signals, drain, worker processes."""
 
 import asyncio
-import ctypes
 import json
 import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -21,6 +19,7 @@ from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
 from gateway.process.garbage import collect_when_calm, reduce_pauses
 from gateway.process.listening import FairSite
+from gateway.process.memory import return_freed_memory
 from gateway.process.reads import bound_reads
 from gateway.settings import NotUsableNow, Settings
 from gateway.workers import Supervisor
@@ -30,8 +29,6 @@ from wire.telemetry.http_log import http_logger
 
 log = logging.getLogger(__name__)
 
-# glibc's option for the size from which a buffer gets its own pages, and our value of it.
-M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES = -3, 2**18
 # Maximum number of fields in a request's head, and the size of one. A connection may hold them all before its key is
 # verified.
 MAX_HEADERS = 64
@@ -56,6 +53,7 @@ def _say_ready(url: str) -> None:
 
 def _work(settings: Settings, parent: int | None, ready: Callable[[str], None]) -> None:
     """Serve in this process. parent: a descriptor that becomes readable when the parent process dies."""
+    return_freed_memory()
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(settings, parent, ready))
 
@@ -66,18 +64,6 @@ def steady() -> None:
     """
     reduce_pauses()
     shorten_lock_waits()
-    _return_memory()
-
-
-def _return_memory() -> None:
-    """Make glibc return large buffers to the system when they are freed.
-
-    By default it raises its threshold to the largest buffer that was freed, and further bodies then fragment the heap
-    of each thread that handled one.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if sys.platform == "linux" and mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
 
 
 async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], None]) -> None:
