@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -93,16 +93,33 @@ def loraplex(model: Path, adapters: list[Path], port: int) -> tuple[list[str], d
     return command, {}
 
 
+def vllm_command(text: str) -> Path:
+    """Parse the value of `--vllm`: vLLM's command, or the virtual environment that has it. Raises ArgumentTypeError."""
+    command = Path(text) / "bin" / "vllm" if Path(text).is_dir() else Path(text)
+    if not command.is_file():
+        raise argparse.ArgumentTypeError(f"expected the vllm command or its virtual environment, got {text}")
+    return command
+
+
 def vllm(
-    binary: str, model: Path, adapters: list[Path], port: int, seats: int = 32
+    binary: Path,
+    model: Path,
+    adapters: Mapping[str, Path],
+    port: int,
+    *,
+    seats: int = 32,
+    on_device: int | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command and environment of a vLLM server. seats: requests that it runs at once."""
-    command = [binary, "serve", str(model), "--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port)]
+    """Return the command and environment of a vLLM server. adapters: PEFT folders by name, all kept in host memory.
+    seats: requests that it runs at once; on_device: number of adapters that the device holds, by default all.
+    """
+    command = [str(binary), "serve", str(model), "--served-model-name", "base"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", str(seats)]
     if adapters:
-        n = str(len(adapters))
-        command += ["--enable-lora", "--max-loras", n, "--max-cpu-loras", n, "--max-lora-rank", "16"]
-        command += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
+        command += ["--enable-lora", "--max-loras", str(on_device or len(adapters))]
+        command += ["--max-cpu-loras", str(len(adapters)), "--max-lora-rank", "16"]
+        command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     # vLLM must not import this project's packages, because some have the names of packages that it needs.
     return command, offline | {"PYTHONPATH": ""}
@@ -126,7 +143,7 @@ def _run(url: str, targets: tuple[Target, ...], workload: Workload) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", help="the vllm command to compare with")
+    parser.add_argument("--vllm", type=vllm_command, help="the vllm command, or its virtual environment")
     parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
     parser.add_argument("--data-dir", type=Path, default=Path(".loraplex"))
     parser.add_argument("--port", type=int, default=8199)
@@ -148,8 +165,11 @@ def main() -> None:
         adapters = make_adapters(model, Path(scratch))
         servers = {"Loraplex": (loraplex(model, adapters, args.port), True)}
         if args.vllm:
-            servers["vLLM-CPU, LoRA off"] = (vllm(args.vllm, model, [], args.port), False)
-            servers["vLLM-CPU, LoRA on"] = (vllm(args.vllm, model, adapters, args.port), True)
+            servers["vLLM-CPU, LoRA off"] = (vllm(args.vllm, model, {}, args.port), False)
+            servers["vLLM-CPU, LoRA on"] = (
+                vllm(args.vllm, model, {path.name: path for path in adapters}, args.port),
+                True,
+            )
         for server, ((command, environment), with_adapters) in servers.items():
             with serving(command, args.port, environment) as url:
                 for name, models, *sizes in loads:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.against_vllm import serving, vllm
+from benchmarks.against_vllm import serving, vllm, vllm_command
 from benchmarks.fairness_adapters import push_adapters
 from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, text_of
 from benchmarks.hostile.place import of_stack
@@ -90,7 +90,7 @@ def loraplex_server(scheduler: str, device: str, folder: Path, pattern: Pattern)
 @contextlib.contextmanager
 def vllm_server(binary: Path) -> Iterator[Server]:
     port = free_port()
-    command, environment = vllm(str(binary), ensure_demo_model(CACHE), [], port, seats=SEATS)
+    command, environment = vllm(binary, ensure_demo_model(CACHE), {}, port, seats=SEATS)
     with serving(command, port, environment) as url:
         yield Server(url, "base", {})
 
@@ -302,18 +302,15 @@ def main() -> int:
     )
     parser.add_argument("--schedulers", nargs="*", default=list(SCHEDULERS), choices=SCHEDULERS)
     parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:60,0.2")
-    parser.add_argument("--vllm", type=Path, help="the vllm command, or its virtual environment; default: without vLLM")
+    parser.add_argument("--vllm", type=vllm_command, help="the vllm command, or its virtual environment")
     parser.add_argument("--repeat", type=int, default=1, help="rounds")
     parser.add_argument("--full", action="store_true", help="the scenarios' own lengths")
     parser.add_argument("--folder", type=Path, help="for the whole reports; default: a new folder in /tmp")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.svg")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fairness-"))
-    binary = options.vllm / "bin" / "vllm" if options.vllm and options.vllm.is_dir() else options.vllm
-    if binary and not binary.is_file():
-        parser.error(f"--vllm: expected the vllm command or its virtual environment, got {options.vllm}")
     patterns = [pattern.in_full() if options.full else pattern for pattern in chosen(options.patterns)]
-    servers = [*options.schedulers, *([VLLM] if binary else [])]
+    servers = [*options.schedulers, *([VLLM] if options.vllm else [])]
     runs = options.repeat * len(servers)
     progress = Progress(
         results={pattern.name: {server: [] for server in servers} for pattern in patterns},
@@ -323,7 +320,7 @@ def main() -> int:
         out=options.out,
     )
     for number in range(options.repeat):
-        run_round(progress, patterns, options.schedulers, binary, folder / str(number))
+        run_round(progress, patterns, options.schedulers, options.vllm, folder / str(number))
     for text in (summary(progress.results), *(table(name, rounds) for name, rounds in progress.results.items())):
         print(text)
     return 1 if progress.failed else 0
