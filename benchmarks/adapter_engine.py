@@ -81,9 +81,15 @@ class Adapters:
         """Add `count` adapters to the store and return their digests."""
         return make_scaled(self._store, self._first.digest, count)
 
+    def folder(self, digest: str) -> Path:
+        """Return an adapter's folder, in PEFT's format."""
+        path = self._store.path(digest)
+        assert path is not None
+        return path
+
 
 class EngineClient:
-    """Streams and state of one engine."""
+    """Streams and state of an engine. A vLLM server serves streams too if its adapters are named by `model_of`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session, self.url = session, url
@@ -107,7 +113,7 @@ class EngineClient:
     async def stream(self, tenant: str, digest: str, prompt: list[int], tokens: int) -> Stream:
         """Send a request and read its stream. Raises RuntimeError for an answer without tokens."""
         stream = Stream(tenant, digest)
-        body = {"model": f"sha256:{digest}" if digest else BASE, "prompt": prompt, "max_tokens": tokens}
+        body = {"model": model_of(digest), "prompt": prompt, "max_tokens": tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
         stream.sent = time.perf_counter()
         async with self._session.post(
@@ -131,6 +137,11 @@ def make_session() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=600)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers={"x-loraplex-internal-token": TOKEN})
+
+
+def model_of(digest: str) -> str:
+    """Return the name by which a request asks for an adapter, or with "" for the base model."""
+    return f"sha256:{digest}" if digest else BASE
 
 
 @contextmanager

@@ -9,10 +9,12 @@ round, fair share and `--scheduler fcfs` run in turn. `--before`: a checkout of 
 requests in the same run. `--out FILE.json` also draws FILE.svg.
 
 zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
-and for 8. A wait is the time to the first token. `above bound` counts the requests that waited longer than their bound
-(docs/design/step-loop.md, `residency_bound.py`); `of bound`: wait divided by bound, its median and its greatest. OUT
-has both times of each request. `without token`: the longest time during a wait in which the request's tenant got no
-token; `above idle bound` counts those above the bound of a tenant with nothing running.
+and for 8. A wait is the time to the first token. `above bound` counts the requests that at some moment had waited
+longer than their bound (docs/design/step-loop.md, `residency_bound.py`); `of bound`: that time divided by the bound of
+that moment, its median and its greatest. The bound grows with the service of the request's own tenant only. `above
+bound at start`: the requests that waited longer than the bound without their tenant's later requests, which nothing
+promises. OUT has these figures of each request. `without token`: the longest time during a wait in which the request's
+tenant got no token; `above idle bound` counts those above the bound of a tenant with nothing running.
 
 cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 16 streams of one
 token, with one adapter and with 1,000 in turn. The latter lasts until each of them was used, at most --most-seconds.
@@ -103,8 +105,8 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned], room: int
     gaps = [b - a for s in streams for a, b in itertools.pairwise(s.token_times)]
     found = waits(streams, Machine(statistics.mean(gaps), row, PROMPT, room))
     step = statistics.median(gaps)
-    figures = {"tokens/s": tokens / full, "loads": loads} | wait_figures(found) | figures_without_token(streams, step)
-    return figures, found
+    figures = {"tokens/s": tokens / full, "loads": loads} | wait_figures([wait.ttft for wait in found])
+    return figures | bound_figures(found) | figures_without_token(streams, step), found
 
 
 async def row_seconds(engine: EngineClient, digest: str) -> float:
@@ -114,17 +116,20 @@ async def row_seconds(engine: EngineClient, digest: str) -> float:
     return statistics.median(times[1:]) / LONG_PROMPT
 
 
-def wait_figures(found: Sequence[Wait]) -> Figures:
-    """Return the waits, in seconds, and their parts of their bounds."""
-    times, parts = [wait.ttft for wait in found], [wait.ttft / wait.bound for wait in found]
+def wait_figures(times: list[float]) -> Figures:
+    """Return percentiles of waits, in seconds."""
+    return {"wait p50": percentile(times, 0.5), "wait p99": percentile(times, 0.99), "wait max": max(times)}
+
+
+def bound_figures(found: Sequence[Wait]) -> Figures:
+    """Return the waits' parts of their bounds."""
+    parts = [wait.part for wait in found]
     return {
-        "wait p50": percentile(times, 0.5),
-        "wait p99": percentile(times, 0.99),
-        "wait max": max(times),
         "above bound": sum(part > 1 for part in parts),
         "of bound p50": percentile(parts, 0.5),
         "of bound max": max(parts),
         "least bound": min(wait.bound for wait in found),
+        "above bound at start": sum(wait.ttft > wait.at_start for wait in found),
     }
 
 
@@ -255,10 +260,12 @@ def table(case: str, engines: dict[str, list[Figures]]) -> str:
 
 
 def write(out: Path, results: dict[str, dict[str, list[Figures]]], waits: dict[str, list[list[Wait]]]) -> None:
-    """Write the figures of each round as JSON, with each request's tenant, wait and bound, and a plot beside them."""
+    """Write the figures of each round as JSON, with the fields of each request's `Wait`, and a plot beside them."""
     facts = run_facts("benchmarks.residency")
     each = {
-        engine: [[[wait.tenant, round(wait.ttft, 3), round(wait.bound, 1)] for wait in run] for run in runs]
+        engine: [
+            [[w.tenant, *(round(v, 3) for v in (w.ttft, w.part, w.bound, w.at_start))] for w in run] for run in runs
+        ]
         for engine, runs in waits.items()
     }
     text = json.dumps(facts | {"results": results}, indent=1)

@@ -1,10 +1,15 @@
-"""Bound of the time to first token of each request of `benchmarks.residency`: docs/design/step-loop.md, "with free
-seats and blocks".
+"""Bound of the time to first token of each request of `benchmarks.residency`: docs/design/step-loop.md, "A request with
+free seats and blocks".
 
-All tenants have weight 1, and all prompts the same length. The lead of a request's tenant over another one is estimated
-from above: its tokens so far, with a load for each request, less the other tenant's tokens.
+All tenants have weight 1, and all prompts the same length. The bound is known when the wait begins, except for the
+service that the request's own tenant receives during the wait. It is therefore compared with the elapsed time at each
+moment of the wait, with the service until that moment only: later service of the tenant cannot excuse an earlier delay.
+
+The lead of a request's tenant over another one is estimated from above: its tokens so far, with a load for each
+request, less the other tenant's tokens.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +23,8 @@ from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 LOAD_S, COPY_S, STEP_S, PAGES = 0.1, 0.1, 0.3, 2
 # Wait for the pages of one adapter: of a tenant with running requests, for two copies and two steps.
 ADAPTER_S = BUSY_WAIT_S + PAGE_WAIT_S + LOAD_S + 2 * COPY_S + 2 * STEP_S
+# Longest time between the charge of a token and its delivery: a step is planned while the one before it runs.
+DELIVERY_S = 2 * STEP_S
 # Least cost of a stream's token.
 TOKEN = OUTPUT_TOKEN + PAGES / HELD_PAGES
 _CONFIG = EngineConfig(model="")
@@ -37,51 +44,98 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of a request for its first token, in seconds, and its bound."""
+    """The wait of a request for its first token, in seconds, and its bounds.
+
+    part: elapsed time divided by the bound at the moment of the wait at which this is greatest; above 1 the request was
+    late. bound: the bound of that moment. at_start: the bound without any request that came after this one.
+    """
 
     tenant: str
     ttft: float
+    part: float
     bound: float
+    at_start: float
 
 
 def waits(streams: Sequence[Stream], machine: Machine) -> list[Wait]:
-    return [Wait(s.tenant, s.ttft, bound(s, streams, machine)) for s in streams]
+    return [_wait(stream, streams, machine) for stream in streams]
 
 
-def bound(request: Stream, streams: Sequence[Stream], machine: Machine) -> float:
-    """Return the bound of a request's time to first token, in seconds."""
-    first = request.token_times[0]
-    beside = [s for s in streams if s.sent < first and s.end > request.sent]
-    own = [s for s in beside if s.tenant == request.tenant]
-    # The tenant's requests without a first token when this one was sent, and those of them that went before it.
-    waiting = [s for s in own if s.token_times[0] > request.sent]
-    ahead = [s for s in waiting if s.sent <= request.sent or s.token_times[0] <= first]
-    running = {s.digest for s in own if s.token_times[0] < first} - {request.digest}
-    # With all adapters on the device, nothing loads and no request waits for pages.
-    lacks_pages = len({s.digest for s in streams}) > machine.adapters
-    load = load_cost(PAGES) if lacks_pages else 0.0
-    growth = _served(own, request.tenant, machine, first, load) - _served(own, request.tenant, machine, request.sent)
-    before = _served(streams, request.tenant, machine, request.sent, load)
-    credit = 0.0
-    for other in {s.tenant for s in beside} - {request.tenant}:
-        lead = max(0.0, before - _served(streams, other, machine, request.sent))
+def _wait(request: Stream, streams: Sequence[Stream], machine: Machine) -> Wait:
+    bound = RequestBound(request, streams, machine)
+    parts = [((moment - request.sent) / (limit := bound.at(moment)), limit) for moment in bound.moments()]
+    part, limit = max(parts)
+    return Wait(request.tenant, request.ttft, part, limit, bound.at_start())
+
+
+class RequestBound:
+    """The bound of a request's wait, in seconds, by the moment of the wait."""
+
+    def __init__(self, request: Stream, streams: Sequence[Stream], machine: Machine) -> None:
+        self._request, self._machine, sent = request, machine, request.sent
+        own = [s for s in streams if s.tenant == request.tenant and s.end > sent]
+        # With all adapters on the device, nothing loads, no request waits for pages, and a tenant's requests begin in
+        # the order of their arrival. Requests that are sent within a host load may arrive or load in any order.
+        self._lacks_pages = len({s.digest for s in streams}) > machine.adapters
+        self._load = load_cost(PAGES) if self._lacks_pages else 0.0
+        earlier = [s for s in own if s.sent <= sent + LOAD_S]
+        later = [s for s in own if s.sent > sent + LOAD_S] if self._lacks_pages else []
+        waiting = [s for s in earlier if s.token_times[0] > sent]
+        self._num_waiting = len(waiting)
+        self._pages_s = len({s.digest for s in waiting}) * ADAPTER_S if self._lacks_pages else 0.0
+        self._used = sorted((s.token_times[0], s.digest) for s in [*earlier, *later] if s.digest != request.digest)
+        self._overtaking = sorted(s.token_times[0] for s in later)
+        self._tokens = sorted(t for s in [*earlier, *later] for t in s.token_times if t > sent)
+        self._earlier_adapters = len({s.digest for s in earlier} - {request.digest})
+        self._earlier_tokens = sum(t > sent for s in earlier if s is not request for t in s.token_times)
+        self._leads = self._leads_over_others(streams)
+
+    def _leads_over_others(self, streams: Sequence[Stream]) -> list[tuple[float, float]]:
+        """Return for each other tenant the time from which it has requests, and the request's tenant's lead over it."""
+        request = self._request
+        mine = self._served(streams, request.tenant, self._load)
+        came: dict[str, float] = {}
+        for stream in streams:
+            if stream.end > request.sent and stream.tenant != request.tenant:
+                came[stream.tenant] = min(stream.sent, came.get(stream.tenant, stream.sent))
+        return [(time, max(0.0, mine - self._served(streams, other))) for other, time in came.items()]
+
+    def _served(self, streams: Sequence[Stream], tenant: str, load: float = 0.0) -> float:
+        """Return the cost of a tenant's tokens until the wait began, with the cost of a load for each request."""
+        counts = [bisect(s.token_times, self._request.sent) for s in streams if s.tenant == tenant]
+        return sum(self._machine.prompt * PROMPT_TOKEN + count * TOKEN + load for count in counts if count)
+
+    def moments(self) -> list[float]:
+        """Return the ends of the times during which the bound stays the same, until the first token."""
+        first = self._request.token_times[0]
+        changes = {time - DELIVERY_S for time in (*self._tokens, *(came for came, _ in self._leads))}
+        return [*(moment for moment in sorted(changes) if self._request.sent < moment < first), first]
+
+    def at(self, moment: float) -> float:
+        """Return the bound by what the tenant has been served until a moment."""
+        until = moment + DELIVERY_S
+        overtaking = bisect(self._overtaking, until - 1e-9)
+        tokens = bisect(self._tokens, until - 1e-9)
+        used = len({digest for time, digest in self._used if time < until})
+        leads = [lead for came, lead in self._leads if came < until]
+        return self._seconds(self._num_waiting + overtaking, tokens, used, leads)
+
+    def at_start(self) -> float:
+        """Return the bound without later requests of the tenant: those before it get all of their tokens."""
+        leads = [lead for _, lead in self._leads]
+        return self._seconds(self._num_waiting, self._earlier_tokens, self._earlier_adapters, leads)
+
+    def _seconds(self, begun: int, tokens: int, used: int, leads: Sequence[float]) -> float:
+        """Return the bound in which the tenant begins some requests, this one included, and gets some tokens. used: its
+        other adapters on the device; leads: its leads over the other tenants.
+        """
+        machine = self._machine
+        growth = begun * (machine.prompt * PROMPT_TOKEN + self._load) + tokens * TOKEN
         # A tenant that begins to wait may be behind by the slack, and within it the nearest request goes first.
-        credit += lead + growth + 2 * _CONFIG.fair_slack
-    # Seconds in which the prompts of a step in progress compute a token, beside its decodes.
-    token_s = machine.row * (1 + 1 / (_CONFIG.prefill_stretch - 1))
-    unit_s, pages = token_s, 0.0
-    if lacks_pages:
-        others = max(1, machine.adapters - len(running))
-        unit_s = max(2 * machine.step / (TOKEN * others), token_s)
-        pages = len({s.digest for s in ahead}) * ADAPTER_S
-    return pages + credit * unit_s + len(ahead) * machine.prompt * token_s + 2 * len(ahead) * STEP_S
-
-
-def _served(streams: Sequence[Stream], tenant: str, machine: Machine, until: float, load: float = 0.0) -> float:
-    """Return the cost of a tenant's tokens until a time, with the cost of a load for each of its requests."""
-    total = 0.0
-    for stream in streams:
-        tokens = sum(time <= until for time in stream.token_times) if stream.tenant == tenant else 0
-        if tokens:
-            total += machine.prompt * PROMPT_TOKEN + tokens * TOKEN + load
-    return total
+        credit = sum(lead + growth + 2 * _CONFIG.fair_slack for lead in leads)
+        # Seconds in which the prompts of a step in progress compute a token, beside its decodes.
+        token_s = machine.row * (1 + 1 / (_CONFIG.prefill_stretch - 1))
+        unit_s = token_s
+        if self._lacks_pages:
+            unit_s = max(2 * machine.step / (TOKEN * max(1, machine.adapters - used)), token_s)
+        return self._pages_s + credit * unit_s + begun * (machine.prompt * token_s + 2 * STEP_S)
