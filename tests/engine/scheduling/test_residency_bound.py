@@ -48,6 +48,13 @@ def test_a_request_that_comes_later_and_begins_earlier_counts_by_its_service_onl
     assert bound_beside(other) + 1 < bound_beside(other, overtaking) < bound_beside(other) + ADAPTER_S
 
 
+def test_each_token_that_the_tenant_gets_during_the_wait_counts() -> None:
+    """The streams end at 102 and 114 s; the request has its first token at 105 s."""
+    other = stream("other", "b", 99.0, 10)
+    running = [bound_beside(other, stream("mine", "c", 50.0, tokens)) for tokens in (48, 60)]
+    assert running[0] < running[1]
+
+
 def test_requests_that_ended_before_the_wait_count_as_the_tenants_lead_only() -> None:
     assert bound_beside(stream("other", "b", 10.0, 10)) == bound_beside()
     other = stream("other", "b", 99.0, 10)
