@@ -3,6 +3,7 @@ cycles through many.
 
     python -m benchmarks.residency --repeat 3 --out docs/perf/2026-11-27-residency.json
     python -m benchmarks.residency [--before CHECKOUT] [--only zipf cycle] [--requests 480]
+    python -m benchmarks.residency --requests 160 --most-seconds 60 [--vllm VENV/bin/vllm --vllm-requests 48]
 
 Real engines on the demo model, rank 16 on all projections, requests over HTTP with the gateway's headers. In each
 round, fair share and `--scheduler fcfs` run in turn. `--before`: a checkout of an earlier release, which runs the same
@@ -16,9 +17,15 @@ bound at start`: the requests that waited longer than the bound without their te
 promises. OUT has these figures of each request. `without token`: the longest time during a wait in which the request's
 tenant got no token; `above idle bound` counts those above the bound of a tenant with nothing running.
 
-cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 16 streams of one
-token, with one adapter and with 1,000 in turn. The latter lasts until each of them was used, at most --most-seconds.
-`of alone`, `of one adapter`: the median time to the neighbour's first token, divided by that of the other phases.
+cycle: a neighbour sends one request after the other to its only adapter. Beside it another tenant has 16 streams of one
+token, with one adapter, with 1,000 in turn, and with one adapter as often as with 1,000. The phase of 1,000 lasts until
+each of them was used, at most --most-seconds. `of alone`, `of one adapter`, `of one as often`: the median time to the
+neighbour's first token, divided by that of the other phases; docs/design/bench.md has their meaning.
+
+`--vllm`: a vLLM server gets the same requests of zipf in the same order, or the first --vllm-requests of them, with 64
+adapters on the device and with 8, and all 64 in host memory. It is not in cycle: vLLM serves only adapters that it
+loaded at its start or by a call for each (VLLM_ALLOW_RUNTIME_LORA_UPDATING), so its cycle would consist of 1,000 such
+loads before the requests, and not of loads during them.
 """
 
 import argparse
@@ -28,25 +35,30 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from bisect import bisect
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapters.tiers.reservations import CALM_WAIT_S, PAGE_WAIT_S
 from benchmarks.adapter_engine import (
+    MODEL,
     Adapters,
     EngineClient,
     Stream,
     make_session,
+    model_of,
     percentile,
     random_prompt,
     running_engine,
 )
+from benchmarks.against_vllm import serving, vllm, vllm_command
 from benchmarks.plot import Bar, bar_chart
 from benchmarks.report_file import median_cell, run_facts
 from benchmarks.residency_bound import COPY_S, LOAD_S, STEP_S, Machine, Wait, waits
 from engine.scheduling.request import QUANTUM
+from testing.ports import free_port
 from testing.stack import ROOT
 
 NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT, LONG_PROMPT = 64, 8, 8, 32, 32, 512
@@ -88,25 +100,46 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned], room: int
             await engine.stream("warm", digest, [1000, 1001], 1)
         row = await row_seconds(engine, warm[0])
         before = (await engine.state())["adapter_loads"]
-        left, streams = iter(requests), list[Stream]()
-        all_sent: list[float] = []
-
-        async def work() -> None:
-            for one in left:
-                streams.append(await engine.stream(one.tenant, one.digest, one.prompt, one.tokens))
-            # No request is left for this worker, so fewer than `AT_ONCE` streams run from here on.
-            all_sent.append(asyncio.get_running_loop().time())
-
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-        start = min(stream.sent for stream in streams)
-        full = min(all_sent) - start
-        tokens = sum(time - start <= full for stream in streams for time in stream.token_times)
+        rate, streams = await send_all(engine, requests)
         loads = (await engine.state())["adapter_loads"] - before
     gaps = [b - a for s in streams for a, b in itertools.pairwise(s.token_times)]
     found = waits(streams, Machine(statistics.mean(gaps), row, PROMPT, room))
     step = statistics.median(gaps)
-    figures = {"tokens/s": tokens / full, "loads": loads} | wait_figures([wait.ttft for wait in found])
+    figures = {"tokens/s": rate, "loads": loads} | wait_figures([wait.ttft for wait in found])
     return figures | bound_figures(found) | figures_without_token(streams, step), found
+
+
+async def run_zipf_vllm(url: str, warm: list[str], requests: list[Planned]) -> Figures:
+    async with make_session() as session:
+        server = EngineClient(session, url)
+        for digest in warm:
+            await server.stream("warm", digest, [1000, 1001], 1)
+        rate, streams = await send_all(server, requests)
+    return {"tokens/s": rate} | wait_figures([stream.ttft for stream in streams])
+
+
+async def send_all(server: EngineClient, requests: list[Planned]) -> tuple[float, list[Stream]]:
+    """Send the requests in order, `AT_ONCE` at once. Return the tokens a second while as many ran, and the streams."""
+    left, answers = iter(requests), list[tuple[Planned, Stream]]()
+    all_sent: list[float] = []
+
+    async def work() -> None:
+        for one in left:
+            answers.append((one, await server.stream(one.tenant, one.digest, one.prompt, one.tokens)))
+        # No request is left for this worker, so fewer than `AT_ONCE` streams run from here on.
+        all_sent.append(time.perf_counter())
+
+    await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+    streams = [stream for _, stream in answers]
+    start, end = min(stream.sent for stream in streams), min(all_sent)
+    return sum(tokens_until(end, one.tokens, stream) for one, stream in answers) / (end - start), streams
+
+
+def tokens_until(end: float, tokens: int, stream: Stream) -> float:
+    """Return the tokens that a whole answer of `tokens` had delivered at a time. A server may deliver several tokens at
+    once; each delivery counts for an equal part of the answer.
+    """
+    return tokens * sum(delivery <= end for delivery in stream.token_times) / len(stream.token_times)
 
 
 async def row_seconds(engine: EngineClient, digest: str) -> float:
@@ -154,45 +187,67 @@ def longest_without(stream: Stream, tokens: list[float]) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
+@dataclass
+class Cycle:
+    """A neighbour with one adapter, beside streams of another tenant. seconds: least length of a phase; most_seconds:
+    greatest length, if adapters are left unused.
+    """
+
+    engine: EngineClient
+    mine: str
+    seconds: float
+    most_seconds: float
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
+
+    async def phase(self, digests: Sequence[str], gap: float = 0.0) -> Figures:
+        """Return the figures of a phase in which the other tenant uses `digests` in turn. gap: least mean time between
+        its requests, in seconds.
+        """
+        loop, times, answered = asyncio.get_running_loop(), list[float](), list[str]()
+        turns, cycle = itertools.count(), itertools.cycle(digests)
+        before = (await self.engine.state())["adapter_loads"]
+        began = loop.time()
+
+        async def other() -> None:
+            for digest in cycle:
+                await asyncio.sleep(began + next(turns) * gap - loop.time())
+                await self.engine.stream("other", digest, random_prompt(self.chance, CYCLING_PROMPT), 1)
+                answered.append(digest)
+
+        others = [asyncio.create_task(other()) for _ in range(CYCLING_STREAMS if digests else 0)]
+        await asyncio.sleep(1)
+        start = loop.time()
+        while (now := loop.time() - start) < self.seconds or (
+            now < self.most_seconds and len(set(answered)) < len(digests)
+        ):
+            prompt = random_prompt(self.chance, PROMPT)
+            times.append((await self.engine.stream("neighbour", self.mine, prompt, 4)).ttft)
+            await asyncio.sleep(self.chance.uniform(0, 0.1))
+            for task in others:
+                if task.done():
+                    task.result()  # raises the error of a failed stream
+        end, num_answers = loop.time(), len(answered)
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        loads = (await self.engine.state())["adapter_loads"] - before
+        figures = {"p50": statistics.median(times), "p99": percentile(times, 0.99), "requests": len(times)}
+        figures |= {"loads": loads, "adapters used": len(set(answered)), "seconds": end - start}
+        return figures | {"other requests/s": num_answers / (end - began)}
+
+
 async def run_cycle(url: str, mine: str, digests: list[str], seconds: float, most_seconds: float) -> dict[str, Figures]:
-    """Return the figures of each phase, by its name. The last phase goes on until every adapter was used."""
-    chance = random.Random(5)
-    results: dict[str, Figures] = {}
+    """Return the figures of each phase, by its name."""
     async with make_session() as session:
         engine = EngineClient(session, url)
         await engine.ready()
         await engine.stream("neighbour", mine, [1000, 1001], 1)
-        used: set[str] = set()
-
-        async def other(cycle: Iterator[str]) -> None:
-            for digest in cycle:
-                await engine.stream("other", digest, random_prompt(chance, CYCLING_PROMPT), 1)
-                used.add(digest)
-
-        for name, wanted in (("alone", []), ("beside one", digests[:1]), (f"beside {len(digests):,}", digests)):
-            before = (await engine.state())["adapter_loads"]
-            cycle = itertools.cycle(wanted)
-            used.clear()
-            others = [asyncio.create_task(other(cycle)) for _ in range(CYCLING_STREAMS if wanted else 0)]
-            await asyncio.sleep(1)
-            loop, times = asyncio.get_running_loop(), list[float]()
-            start = loop.time()
-            while (now := loop.time() - start) < seconds or (len(used) < len(wanted) and now < most_seconds):
-                times.append((await engine.stream("neighbour", mine, random_prompt(chance, PROMPT), 4)).ttft)
-                await asyncio.sleep(chance.uniform(0, 0.1))
-                for task in others:
-                    if task.done():
-                        task.result()  # raises the error of a failed stream
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            loads = (await engine.state())["adapter_loads"] - before
-            results[name] = {"p50": statistics.median(times), "p99": percentile(times, 0.99)}
-            results[name] |= {"of alone": results[name]["p50"] / results["alone"]["p50"], "requests": len(times)}
-            if "beside one" in results:
-                results[name]["of one adapter"] = results[name]["p50"] / results["beside one"]["p50"]
-            results[name] |= {"loads": loads, "adapters used": len(used), "seconds": loop.time() - start}
-    return results
+        cycle = Cycle(engine, mine, seconds, most_seconds)
+        alone, one, many = [await cycle.phase(used) for used in ([], digests[:1], digests)]
+        as_often = await cycle.phase(digests[:1], gap=1 / many["other requests/s"])
+    many |= {"of one adapter": many["p50"] / one["p50"], "of one as often": many["p50"] / as_often["p50"]}
+    phases = {"alone": alone, "beside one": one, f"beside {len(digests):,}": many, "beside one as often": as_often}
+    return {name: figures | {"of alone": figures["p50"] / alone["p50"]} for name, figures in phases.items()}
 
 
 @dataclass
@@ -233,6 +288,20 @@ class Bench:
                 self.waits.setdefault(f"8 of 64, {name}", []).append(found)
                 ratio = figures["tokens/s"] / resident["tokens/s"]
                 self.record("zipf", f"8 of 64, {name}", figures | {"of all resident": ratio})
+            if self.options.vllm:
+                self._zipf_vllm(digests, requests[: self.options.vllm_requests])
+
+    def _zipf_vllm(self, digests: list[str], requests: list[Planned]) -> None:
+        adapters = {model_of(digest): self.adapters.folder(digest) for digest in digests}
+        resident: Figures | None = None
+        for name, on_device in (("all resident", NUM_ADAPTERS), ("8 of 64", ON_DEVICE)):
+            port = free_port()
+            command, environment = vllm(self.options.vllm, MODEL, adapters, port, seats=AT_ONCE, on_device=on_device)
+            with serving(command, port, environment) as url:
+                figures = asyncio.run(run_zipf_vllm(url, digests, requests))
+            resident = resident or figures
+            ratio = {"of all resident": figures["tokens/s"] / resident["tokens/s"]} if figures is not resident else {}
+            self.record("zipf", f"{name}, vLLM", figures | ratio)
 
     def cycle(self) -> None:
         digests, options = self.adapters.make(self.options.adapters + 1), self.options
@@ -282,6 +351,10 @@ def write(out: Path, results: dict[str, dict[str, list[Figures]]], waits: dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="checkout of an earlier release")
+    parser.add_argument("--vllm", type=vllm_command, help="the vllm command, or its virtual environment; zipf only")
+    parser.add_argument(
+        "--vllm-requests", type=int, help="requests of zipf that vLLM gets, the first ones; default: all"
+    )
     parser.add_argument("--only", nargs="+", default=["zipf", "cycle"], choices=["zipf", "cycle"])
     parser.add_argument("--repeat", type=int, default=1, help="rounds")
     parser.add_argument("--requests", type=int, default=480, help="requests of zipf")
