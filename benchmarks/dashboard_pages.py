@@ -38,9 +38,9 @@ from gateway.pages.console.access import REST
 from gateway.pages.console.usage import BY
 from gateway.process.background import running as beside
 from gateway.process.garbage import collect_when_calm
-from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
-from gateway.records.tables import adapter_versions
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions
 from gateway.route_table import ROUTES
 from gateway.serve import steady
 from testing.gateway.running import Browser, Gateway, running, save_model, settings

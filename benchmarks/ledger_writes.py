@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.billing.writer import UsageWriter
-from gateway.records.database import Database, upgrade
+from gateway.records.sql.database import Database, upgrade
 from gateway.usage_row import UsageRow
 
 BATCH = 100

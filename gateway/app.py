@@ -25,7 +25,7 @@ from gateway.process.connections import ConnectionLimiter
 from gateway.process.drain import Drain
 from gateway.process.loop_lag import LoopLag
 from gateway.quota.quota import Quota
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.route_table import PARAMETERS, add_routes
 from gateway.settings import Settings
 from gateway.spans import TRUST_TRACEPARENT, UNTRACED

@@ -65,11 +65,11 @@ from gateway.process.drain import Drain
 from gateway.process.store_probe import StoreProbe
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
-from gateway.records.cached_query import CachedQuery
-from gateway.records.housekeeping import Chore, Housekeeping
+from gateway.records.caches.cached_query import CachedQuery
+from gateway.records.chores.housekeeping import Chore, Housekeeping
+from gateway.records.chores.retention import Retention
 from gateway.records.money.priced_names import AdapterPrices
-from gateway.records.partitions import Partitions
-from gateway.records.retention import Retention
+from gateway.records.partitions.partitions import Partitions
 from gateway.resources import Resources, open_resources
 from gateway.route_table import ROUTES
 from gateway.settings import Settings

@@ -52,15 +52,15 @@ from gateway.records.adapters.use import AdapterUses
 from gateway.records.audit import Audit
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
-from gateway.records.cached_query import CachedQuery
-from gateway.records.changes import TRUST_SECONDS, Changes
+from gateway.records.caches.cached_query import CachedQuery
+from gateway.records.caches.changes import TRUST_SECONDS, Changes
 from gateway.records.keys.keys import Keys
 from gateway.records.keys.list import KeyLists
 from gateway.records.keys.sessions import SessionRecords
 from gateway.records.money.prices import PriceList, Prices
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.money.usage_sums import UsagePast
-from gateway.records.request_ids import RequestIds
+from gateway.records.partitions.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refused import RefusalLog
 from gateway.records.tenants.bulk import TenantBulk

@@ -18,7 +18,7 @@ from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
 from gateway.process.loop_stalls import StallLog
 from gateway.records.bases.base import Base, Shape
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.redis.client import connect
 from gateway.settings import Problems, Settings, SettingsError
 from wire.model_config import context_length

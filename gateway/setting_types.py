@@ -18,7 +18,7 @@ from gateway.access.peppers import split_peppers
 from gateway.fleet.discovery.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engines.engine import Address
 from gateway.quota.fallback import parse_fallback
-from gateway.records.urls import EXPECTED, parse_url
+from gateway.records.sql.urls import EXPECTED, parse_url
 from gateway.redis.sentinel import check_sentinel_url
 from gateway.setting_errors import SettingsError
 

@@ -12,7 +12,7 @@ from benchmarks.usage_month.fillers import Filler
 from benchmarks.usage_month.rows import ADAPTERS, ENGINES, NOW, TENANTS
 from gateway.records.events.tables import event_deliveries, events, webhooks
 from gateway.records.keys.session_table import sessions
-from gateway.records.tables import (
+from gateway.records.sql.tables import (
     adapter_versions,
     adapters,
     api_keys,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from gateway.billing.writer import failures_of
 from gateway.records.requests.refusal_tables import refusal_counts
-from gateway.records.tables import usage
+from gateway.records.sql.tables import usage
 from gateway.usage_row import UsageRow
 
 TENANTS, ADAPTERS, ENGINES, DAYS = 1000, 20, 8, 30

@@ -29,9 +29,9 @@ from gateway.access.running_requests import RunningRequests
 from gateway.access.validity import problem_of
 from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
-from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
+from gateway.records.caches.changes import ASK_SECONDS, IDLE_SECONDS, Changes
+from gateway.records.caches.lookups import Lookups
 from gateway.records.keys.keys import ApiKey, Keys
-from gateway.records.lookups import Lookups
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant
 from wire.bounded_dict import BoundedDict

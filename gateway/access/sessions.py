@@ -20,11 +20,11 @@ from gateway.access.auth import BOOTSTRAP_KEY_ID, Authenticator, TenantPrincipal
 from gateway.access.roles import AdminRole, Role, TenantRole, admin_role, home_of, tenant_role, tenant_scopes
 from gateway.caller import CALLER, note_key
 from gateway.errors import Unavailable
-from gateway.records.changes import Changes
+from gateway.records.caches.changes import Changes
+from gateway.records.caches.lookups import Lookups
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.sessions import Session, SessionRecords
 from gateway.records.keys.watched import SESSION_ITSELF, TENANT_ITSELF
-from gateway.records.lookups import Lookups
 from gateway.records.tenants.tenants import Tenant
 from wire.bounded_dict import BoundedDict
 

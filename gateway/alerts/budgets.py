@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from gateway.limits.kinds import BUDGET, PERIOD_BY_LETTER, ROLLING_BUDGET
 from gateway.limits.periods import period_start
 from gateway.metrics import MAX_BUDGETS
-from gateway.records.changes import Changes
+from gateway.records.caches.changes import Changes
 from gateway.records.events.types import EventType
 from gateway.records.money.spending import Spending, Spent
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants

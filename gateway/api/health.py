@@ -19,8 +19,8 @@ from gateway.process.background import running
 from gateway.process.drain import Drain
 from gateway.process.store_probe import StoreProbe
 from gateway.quota.quota import Quota
-from gateway.records.database import Database
-from gateway.records.lookups import Lookups
+from gateway.records.caches.lookups import Lookups
+from gateway.records.sql.database import Database
 from gateway.settings import Settings
 
 # Time-out for the probe of a part.

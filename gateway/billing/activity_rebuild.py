@@ -38,10 +38,10 @@ from gateway.billing.end_user_rebuild import EndUserRebuild
 from gateway.records.activity import tables as charts
 from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BOUNDS, STATUSES, activity_series
-from gateway.records.database import Database
 from gateway.records.money.tenant_sums import count_day
-from gateway.records.sums import int_sum
-from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import UtcDateTime, usage, usage_daily, usage_hourly
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.end_user_writer import EndUserWriter
 from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
-from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import MINUTE, Counted, sums_of
-from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.sql_states import CHECK_VIOLATION, is_datas_fault, sql_state
 from gateway.usage_row import UsageRow, decode, encode
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.local import Grown
-from gateway.records.tenant_cache import TenantCache
+from gateway.records.caches.tenant_cache import TenantCache
 from wire.responses import ASK_TOKENS
 
 # Share of a tenant's streams that should end within their first hold. Chosen by simulation, as are the constants below:

@@ -9,7 +9,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
-from gateway.records.tenant_cache import TenantCache
+from gateway.records.caches.tenant_cache import TenantCache
 from wire.headers import MAX_TOKENS_HEADER
 
 # Maximum number of budgets whose remaining amount is stored, and of a tenant's: each of its keys may have some.

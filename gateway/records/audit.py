@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.caller import CALLER
 from gateway.errors import BadRequest
-from gateway.records.database import Database
-from gateway.records.tables import api_keys, audit
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, audit
 
 # Entries kept of a tenant's own changes. These are limited by rate, not by number: 60 a minute reach this in 14 hours,
 # about 20 MB.

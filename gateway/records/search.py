@@ -5,8 +5,8 @@ import re
 import msgspec
 from sqlalchemy import or_, select
 
-from gateway.records.database import Database
-from gateway.records.tables import adapter_versions, adapters, api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, adapters, api_keys, tenants
 from wire.digests import bare_digest
 
 # Matches of each kind.

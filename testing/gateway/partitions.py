@@ -4,8 +4,8 @@ from datetime import date
 
 from sqlalchemy import text
 
-from gateway.records.database import Database
-from gateway.records.partitions import FIRST, Partitions, first_id
+from gateway.records.partitions.partitions import FIRST, Partitions, first_id
+from gateway.records.sql.database import Database
 
 
 async def end_first(database: Database, month: date) -> None:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.app import REGISTRY, make_app
 from gateway.fleet.engines.health import Health
-from gateway.records.database import migrate
+from gateway.records.sql.database import migrate
 from gateway.serve import listening
 from gateway.settings import Settings
 from testing.gateway.upstream import TOKEN

@@ -22,8 +22,8 @@ from gateway.api.uploads import checking
 from gateway.billing import activity_writer, end_user_writer
 from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
-from gateway.records import database as database_module
-from gateway.records.database import Database, migrate
+from gateway.records.sql import database as database_module
+from gateway.records.sql.database import Database, migrate
 from gateway.redis.client import Client, connect
 from testing.gateway.check_servers import KeptCheckServer, end_spare
 from testing.gateway.cluster import valkey_cluster

@@ -14,7 +14,7 @@ from gateway.fleet.queueing import shared_service
 from gateway.fleet.queueing.service_counters import ServiceCounters
 from gateway.fleet.queueing.shared_service import SharedService
 from gateway.process.background import running as in_background
-from gateway.records.changes import IDLE_SECONDS
+from gateway.records.caches.changes import IDLE_SECONDS
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 

@@ -16,7 +16,7 @@ from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed
 from gateway.records.adapters.rows import READY, Reason, State
 from gateway.records.bases.base import Binding
-from gateway.records.cached_query import CachedQuery
+from gateway.records.caches.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.sweeps import Client, is_first

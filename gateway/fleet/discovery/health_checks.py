@@ -12,7 +12,7 @@ from gateway.fleet.engines.health import Health, network_reason
 from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.registry import Bases, NoBase
-from gateway.records.lookups import Lookups
+from gateway.records.caches.lookups import Lookups
 from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)

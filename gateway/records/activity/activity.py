@@ -31,10 +31,10 @@ from gateway.records.activity.figures import (
 from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
 from gateway.records.concurrent_reads import together
-from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import ALL_TENANTS
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 
 MAX_GROUPS = 50
 # Name of the subqueries with the rows of a period.

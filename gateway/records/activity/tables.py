@@ -1,8 +1,8 @@
-"""Tables of sums for charts, part of the schema of `gateway/records/tables.py`."""
+"""Tables of sums for charts, part of the schema of `gateway/records/sql/tables.py`."""
 
 from sqlalchemy import BigInteger, Column, Index, Integer, String, Table
 
-from gateway.records.schema import metadata
+from gateway.records.sql.schema import metadata
 
 # Kinds of series: requests of a tenant; of a tenant's adapter, or of all its mixtures; on an engine; of a tenant to a
 # base model; of all tenants to a base model. Each request is in one series of its tenant, of its engine and of its

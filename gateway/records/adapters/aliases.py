@@ -18,10 +18,10 @@ from gateway.errors import AdapterInUse, BadRequest, NoEarlierState, RecordNotFo
 from gateway.records.adapters.rows import Version, check_possible, is_over, lock_known_name, unknown_name, versions_of
 from gateway.records.adapters.saved_mixtures import uses_of
 from gateway.records.audit import record_change
-from gateway.records.changes import count_change
-from gateway.records.database import Database
+from gateway.records.caches.changes import count_change
 from gateway.records.matching import check_match
-from gateway.records.tables import adapter_alias_targets, adapter_aliases, adapters
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_alias_targets, adapter_aliases, adapters
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name

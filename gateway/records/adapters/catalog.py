@@ -1,6 +1,6 @@
 """Catalog of adapters: names in each tenant's own namespace, and the content that each name means.
 
-Names are cached while the tenant's change counter stays the same (gateway/records/changes.py). The response to a change
+Names are cached while the tenant's change counter stays the same (`caches/changes.py`). The response to a change
 of a name's meaning waits until no gateway that reaches the database still trusts the old meaning.
 """
 
@@ -27,11 +27,11 @@ from gateway.records.adapters.versions import Versions
 from gateway.records.bases.base import FIRST, BaseRetired, Binding, suspect_name
 from gateway.records.bases.base_checks import taken_by_base
 from gateway.records.bases.registry import Bases
-from gateway.records.changes import Changes
-from gateway.records.database import Database
-from gateway.records.lookups import Lookups
-from gateway.records.tables import adapter_versions, adapters, audit, removed_versions
-from gateway.records.tenant_cache import TenantCache
+from gateway.records.caches.changes import Changes
+from gateway.records.caches.lookups import Lookups
+from gateway.records.caches.tenant_cache import TenantCache
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, adapters, audit, removed_versions
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.digests import digest_name

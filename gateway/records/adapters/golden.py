@@ -24,8 +24,8 @@ from gateway.records.adapters.rows import (
 from gateway.records.audit import record_change
 from gateway.records.bases.base import EngineSoftware
 from gateway.records.bases.records import of_base
-from gateway.records.database import Database
-from gateway.records.tables import (
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import (
     adapter_probes,
     adapter_versions,
     adapters,

@@ -10,8 +10,8 @@ from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.limits.kinds import ADAPTER_KINDS
 from gateway.records.adapters.removed_versions import uncollected
 from gateway.records.adapters.rows import lock_tenant
-from gateway.records.sums import int_sum
-from gateway.records.tables import adapter_versions, adapters
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import adapter_versions, adapters
 from gateway.records.tenants.limits import limit_fields
 
 # Versions of a name that stay on record and count; older ones are removed.

@@ -22,9 +22,9 @@ from gateway.records.adapters.list_uses import (
     uses_of_series,
 )
 from gateway.records.adapters.rows import READY, State
-from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.tables import (
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import (
     adapter_aliases,
     adapter_probes,
     adapter_versions,

@@ -9,8 +9,8 @@ from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.tables import ACTIVITY, MODEL, activity_series
-from gateway.records.sums import int_sum
-from gateway.records.tables import adapters, tenants, usage_daily, usage_hourly
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import adapters, tenants, usage_daily, usage_hourly
 
 # Period of `requests`, and period in which the last use is looked for. An adapter without a use in it counts as unused.
 RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)

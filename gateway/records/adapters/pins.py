@@ -6,8 +6,8 @@ from sqlalchemy import and_, select
 
 from gateway.records.adapters.rows import READY
 from gateway.records.bases.base import Binding
-from gateway.records.database import Database
-from gateway.records.tables import adapter_probes, adapter_versions
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_probes, adapter_versions
 from wire.prefetch import MAX_PINNED
 
 

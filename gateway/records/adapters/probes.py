@@ -10,9 +10,9 @@ from sqlalchemy import and_, delete, func, insert, select
 from gateway.errors import RecordNotFound
 from gateway.records.adapters.rows import READY, check_possible, unknown_version
 from gateway.records.bases.base import FIRST, Binding
-from gateway.records.changes import count_change
-from gateway.records.database import Database
-from gateway.records.tables import adapter_probes, adapter_versions, adapters, tenants
+from gateway.records.caches.changes import count_change
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_probes, adapter_versions, adapters, tenants
 from gateway.records.tenants.tenants import Tenant
 from wire.probes import AdapterProbe
 

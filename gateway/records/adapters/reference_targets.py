@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, Integer, Select, Text, and_, bindparam, li
 
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.adapters.rows import READY
-from gateway.records.tables import (
+from gateway.records.sql.tables import (
     UtcDateTime,
     adapter_alias_targets,
     adapter_probes,

@@ -12,9 +12,9 @@ from typing import Any
 from sqlalchemy import BindParameter, ColumnElement, and_, delete, func, insert, select, tuple_, union, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.database import Database
-from gateway.records.sums import int_sum
-from gateway.records.tables import adapter_versions, adapters, removed_versions
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import adapter_versions, adapters, removed_versions
 
 # Rows kept for each tenant; a row takes about 300 bytes.
 REMEMBERED = 10_000

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy import select
 
-from gateway.records.database import Database
-from gateway.records.tables import adapter_versions, adapters, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, adapters, tenants
 
 # Digests of one query, and names of one digest that are shown.
 PAGE, MAX_NAMES = 500, 4

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import RecordNotFound
 from gateway.records.bases.base import FIRST
-from gateway.records.tables import adapter_versions, adapters, tenants
+from gateway.records.sql.tables import adapter_versions, adapters, tenants
 from wire.model_names import ADAPTER_NAME
 
 # `uploading` is the state of unfinished uploads (uploads.py), `deleted` that of removed versions.

@@ -17,12 +17,12 @@ from gateway.records.adapters.rows import lock_name, lock_tenant, versions_of
 from gateway.records.audit import record_change
 from gateway.records.bases.base_checks import check_not_base
 from gateway.records.bases.registry import Bases
-from gateway.records.changes import Changes, count_change
-from gateway.records.database import Database
-from gateway.records.lookups import Lookups
+from gateway.records.caches.changes import Changes, count_change
+from gateway.records.caches.lookups import Lookups
+from gateway.records.caches.tenant_cache import TenantCache
 from gateway.records.matching import check_match
-from gateway.records.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures
-from gateway.records.tenant_cache import TenantCache
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.mixtures import is_mixture, parse_terms

@@ -16,9 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import AdapterLimitExceeded, RecordNotFound, WrongOffset
 from gateway.records.adapters.limits import check_bytes
 from gateway.records.adapters.rows import lock_tenant
-from gateway.records.database import Database
-from gateway.records.sums import int_sum
-from gateway.records.tables import adapter_upload_parts, adapter_uploads
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import adapter_upload_parts, adapter_uploads
 from gateway.records.tenants.tenants import Tenant
 from wire.model_names import ADAPTER_NAME
 

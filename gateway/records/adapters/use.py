@@ -19,10 +19,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.database import Database
 from gateway.records.requests.rows_of_owner import in_order, owned
-from gateway.records.sums import int_sum
-from gateway.records.tables import api_keys, audit, usage, usage_hourly
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
 
 # Maximum of a tenant's newest rows read for end users and versions, and of its newest audit entries read for changes.

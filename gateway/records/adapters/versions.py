@@ -41,10 +41,10 @@ from gateway.records.adapters.rows import (
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
 from gateway.records.bases.base_checks import check_not_base
-from gateway.records.changes import count_change
-from gateway.records.database import Database
+from gateway.records.caches.changes import count_change
 from gateway.records.events.events import record_event
-from gateway.records.tables import adapter_versions, adapters, removed_versions
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.model_names import Reference, version_name

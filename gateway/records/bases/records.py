@@ -15,10 +15,10 @@ from gateway.records.adapters.rows import READY
 from gateway.records.audit import record_change
 from gateway.records.bases.base import FIRST, Base, BaseState, Shape
 from gateway.records.bases.table import bases
-from gateway.records.changes import BASES, count_change
-from gateway.records.database import Database
-from gateway.records.lock_waits import waiting_at_most
-from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
+from gateway.records.caches.changes import BASES, count_change
+from gateway.records.sql.database import Database
+from gateway.records.sql.lock_waits import waiting_at_most
+from gateway.records.sql.tables import adapter_versions, adapters, saved_mixtures, tenants
 from gateway.records.unchanged import check_unchanged
 from wire.model_names import parse_reference, version_name
 

@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.records.bases.base import Base
 from gateway.records.bases.base_checks import reserved_names
 from gateway.records.bases.records import BaseRecords, BasesLocked
-from gateway.records.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
+from gateway.records.caches.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
 from gateway.setting_errors import NotUsableNow
 from wire.digests import digest_name
 

@@ -2,7 +2,7 @@
 
 from sqlalchemy import BigInteger, Column, String, Table, Text
 
-from gateway.records.schema import UtcDateTime, metadata
+from gateway.records.sql.schema import UtcDateTime, metadata
 
 # id: empty for the deployment's first base; versions without a `base_id` belong to it. digest: NULL if engines of the
 # base are identified by name only. former, shape: JSON. tokenizer: folder on the gateways' machines, or NULL.

@@ -16,9 +16,9 @@ from sqlalchemy.dialects.sqlite import insert as insert_on_sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
-from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, events, webhooks
 from gateway.records.events.types import EventType
+from gateway.records.sql.database import Database
 
 EVENT_TYPES: tuple[str, ...] = get_args(EventType)
 KEPT = timedelta(days=90)

@@ -2,7 +2,7 @@
 
 from sqlalchemy import Column, ForeignKey, Index, Integer, String, Table, Text
 
-from gateway.records.schema import UtcDateTime, metadata
+from gateway.records.sql.schema import UtcDateTime, metadata
 
 # once: identifies the event, with the same text in all gateways, so that it has one row. tenant_id: NULL for an event
 # without a tenant; rows outlive their tenant.

@@ -6,10 +6,10 @@ from typing import Any, Literal, get_args
 import msgspec
 from sqlalchemy import ColumnElement, func, or_, select
 
-from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, webhooks
 from gateway.records.events.webhooks import Webhook, read_webhook, select_webhooks
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 
 State = Literal["failing", "waiting", "works", "unused"]
 STATES: tuple[State, ...] = get_args(State)

@@ -13,10 +13,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
-from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, events, webhooks
-from gateway.records.name_locks import lock_creation
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.name_locks import lock_creation
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.unchanged import check_unchanged
 

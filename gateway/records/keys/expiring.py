@@ -5,8 +5,8 @@ from datetime import datetime
 import msgspec
 from sqlalchemy import func, select
 
-from gateway.records.database import Database
-from gateway.records.tables import api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, tenants
 
 # Maximum keys in one list for events. The others follow in later lists, once these have expired.
 MAX_KEYS = 1000

@@ -12,12 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
-from gateway.records.changes import OPERATORS, count_change
+from gateway.records.caches.changes import OPERATORS, count_change
 from gateway.records.cooperative_rows import read_rows
-from gateway.records.database import Database
 from gateway.records.keys.removed_keys import remove_keys
 from gateway.records.keys.watched import Watched, find_watched
-from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants.limits import Limits, read_limits, write_limits
 from gateway.records.tenants.tenants import Tenant, read_tenant
 from gateway.records.unchanged import check_unchanged

@@ -7,9 +7,9 @@ import msgspec
 from sqlalchemy import ColumnElement, and_, func, or_, select
 
 from gateway.records.cooperative_rows import read_rows
-from gateway.records.database import Database
 from gateway.records.keys.keys import KEYS, ApiKey, read_key
-from gateway.records.tables import api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, tenants
 
 State = Literal["valid", "never_used", "expiring", "expired", "revoked"]
 STATES: tuple[State, ...] = get_args(State)

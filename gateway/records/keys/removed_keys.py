@@ -10,8 +10,8 @@ from datetime import datetime
 from sqlalchemy import Column, CompoundSelect, ForeignKey, Index, String, Table, delete, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.schema import UtcDateTime, metadata
-from gateway.records.tables import api_keys
+from gateway.records.sql.schema import UtcDateTime, metadata
+from gateway.records.sql.tables import api_keys
 
 # Rows kept for each tenant: 13 rotations an hour fill them in the longest period of a budget. A row takes 150 bytes.
 REMEMBERED = 10_000

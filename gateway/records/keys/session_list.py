@@ -7,10 +7,10 @@ import msgspec
 from sqlalchemy import ColumnElement, func, or_, select
 
 from gateway.errors import RecordNotFound
-from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
 from gateway.records.keys.sessions import SESSION_ID
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 
 Sort = Literal["label", "role", "tenant", "created_at", "last_used_at", "expires_at"]
 SORTS: tuple[Sort, ...] = get_args(Sort)

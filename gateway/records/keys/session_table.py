@@ -1,8 +1,8 @@
-"""Table of browsers' sessions, part of the schema of `gateway/records/tables.py`."""
+"""Table of browsers' sessions, part of the schema of `gateway/records/sql/tables.py`."""
 
 from sqlalchemy import Column, ForeignKey, String, Table
 
-from gateway.records.tables import UtcDateTime, metadata
+from gateway.records.sql.tables import UtcDateTime, metadata
 
 sessions = Table(
     "sessions",

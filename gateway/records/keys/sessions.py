@@ -11,11 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import RecordNotFound
 from gateway.records.audit import record_change
-from gateway.records.changes import OPERATORS, count_change
-from gateway.records.database import Database
+from gateway.records.caches.changes import OPERATORS, count_change
 from gateway.records.keys.session_table import sessions
-from gateway.records.name_locks import lock_creation
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.name_locks import lock_creation
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 SESSION_ID = re.compile(r"[0-9a-f]{16}")

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.keys.session_table import sessions
 from gateway.records.keys.sessions import SESSIONS, read_session
-from gateway.records.tables import tenants
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 # Prefixes of a tenant's id and of a session's id in place of a key's id.

@@ -1,4 +1,4 @@
-"""Tables of sums by end user, part of the schema of `gateway/records/tables.py`.
+"""Tables of sums by end user, part of the schema of `gateway/records/sql/tables.py`.
 
 A tenant's clients choose the names of its end users, so there can be as many sums as requests. Therefore each table
 begins with the day and the tenant: one tenant's sums are never between another's, and removing a day needs no index.
@@ -6,7 +6,7 @@ begins with the day and the tenant: one tenant's sums are never between another'
 
 from sqlalchemy import BigInteger, Column, String, Table
 
-from gateway.records.schema import UtcDateTime, metadata
+from gateway.records.sql.schema import UtcDateTime, metadata
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 

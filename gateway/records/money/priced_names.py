@@ -7,8 +7,8 @@ from sqlalchemy import select
 
 from gateway.records.adapters.catalog import Adapter, Model
 from gateway.records.adapters.removed_versions import all_versions
-from gateway.records.database import Database
 from gateway.records.money.prices import Price, PriceList
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant
 
 

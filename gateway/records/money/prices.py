@@ -16,10 +16,10 @@ from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.adapters.catalog import Model
 from gateway.records.audit import record_change
 from gateway.records.bases.registry import Bases
-from gateway.records.changes import PRICES, Changes, count_change
-from gateway.records.database import Database
-from gateway.records.name_locks import lock_creation
-from gateway.records.tables import plans, prices, tenants
+from gateway.records.caches.changes import PRICES, Changes, count_change
+from gateway.records.sql.database import Database
+from gateway.records.sql.name_locks import lock_creation
+from gateway.records.sql.tables import plans, prices, tenants
 from wire.money import MICRO_UNITS
 
 # The base model's name, an adapter as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".

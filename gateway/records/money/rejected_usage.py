@@ -5,8 +5,8 @@ from datetime import datetime
 import msgspec
 from sqlalchemy import func, select
 
-from gateway.records.database import Database
-from gateway.records.tables import usage_rejected
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage_rejected
 
 
 class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True):

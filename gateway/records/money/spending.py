@@ -8,9 +8,9 @@ from sqlalchemy import select
 
 from gateway.limits.kinds import BUDGET
 from gateway.limits.periods import period_start
-from gateway.records.database import Database
-from gateway.records.sums import int_sum
-from gateway.records.tables import usage_daily
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import usage_daily
 
 # Lifetime of the cached sums of past days, which change rarely.
 PAST_SECONDS = 600.0

@@ -11,9 +11,9 @@ from sqlalchemy import ARRAY, BigInteger, ColumnElement, Select, Table, any_, fu
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
-from gateway.records.database import Database
-from gateway.records.schema import UtcDateTime
-from gateway.records.tables import usage_daily
+from gateway.records.sql.database import Database
+from gateway.records.sql.schema import UtcDateTime
+from gateway.records.sql.tables import usage_daily
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 PERIODS = ("hour", "day", "month")

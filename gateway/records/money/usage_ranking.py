@@ -10,7 +10,6 @@ from sqlalchemy import ColumnElement, Subquery, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.concurrent_reads import together
-from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums, read_largest
 from gateway.records.money.ranked_groups import (
     CURVES,
@@ -28,8 +27,9 @@ from gateway.records.money.ranked_groups import (
 from gateway.records.money.tenant_sums import SUMMED, TenantSums
 from gateway.records.money.usage_rows import days_of, rows_of, whole_days
 from gateway.records.money.usage_steps import Steps, measured
-from gateway.records.sums import int_sum
-from gateway.records.tables import api_keys
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import api_keys
 
 # Maximum requests that the curves and the comparison of a ranking by end user read, where sums do not suffice.
 MAX_COMPARED = 100_000

@@ -16,10 +16,10 @@ from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from gateway.errors import BadRequest, Exceeded
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
-from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refused_requests
 from gateway.records.requests.rows_of_owner import in_order, owned
-from gateway.records.tables import api_keys, usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, usage
 
 # Maximum number of rows of each table that a query reads for filters without an index.
 SCANNED = 20_000

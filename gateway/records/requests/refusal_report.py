@@ -10,11 +10,11 @@ from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
-from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.requests.refused import ALL_TENANTS
-from gateway.records.sums import int_sum
-from gateway.records.tables import usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import usage
 
 LIMITED = 429
 # Maximum rows of a report, and of the evidence for one cause.

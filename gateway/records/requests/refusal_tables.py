@@ -1,8 +1,8 @@
-"""Tables of refused requests, part of the schema of `gateway/records/tables.py`."""
+"""Tables of refused requests, part of the schema of `gateway/records/sql/tables.py`."""
 
 from sqlalchemy import BigInteger, Column, Index, Integer, String, Table
 
-from gateway.records.schema import UtcDateTime, metadata
+from gateway.records.sql.schema import UtcDateTime, metadata
 
 # Requests that were refused before their admission (gateway/records/requests/refused.py). Like usage rows, they outlive
 # their tenant and key.

@@ -19,8 +19,8 @@ from sqlalchemy.exc import DBAPIError
 from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Exceeded, Unavailable
 from gateway.process.outage import Outage
-from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
+from gateway.records.sql.database import Database
 from gateway.sql_states import is_datas_fault
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, func, or_, select
 
 from gateway.limits.kinds import BUDGET_KINDS, BUDGET_NAMES, SOFT_BUDGET
-from gateway.records.database import Database
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits, read_soft_budgets
 from gateway.records.tenants.tenants import read_shares
 

@@ -9,8 +9,8 @@ from sqlalchemy import Select, select
 from gateway.errors import Conflict
 from gateway.process.background import run_to_end
 from gateway.records.cooperative_rows import in_pieces
-from gateway.records.database import Database
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.list import TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenant, change_tenant, plan_terms, read_tenant
 

@@ -15,7 +15,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from gateway.limits.kinds import ALERT_KINDS, REQUEST_KINDS, Kind
-from gateway.records.tables import FORMER_COLUMNS, tenants
+from gateway.records.sql.tables import FORMER_COLUMNS, tenants
 
 
 def limit_fields(kinds: tuple[Kind, ...], *, defaults: bool) -> Any:

@@ -25,9 +25,9 @@ from gateway.errors import BadRequest
 from gateway.limits.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
 from gateway.records.cooperative_rows import in_pieces, read_rows
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
-from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.tables import UtcDateTime, api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import UtcDateTime, api_keys, tenants
 from gateway.records.tenants.limits import limit_value
 from gateway.records.tenants.month_sums import DAY, FORECAST_DAYS, month_sums, periods
 from gateway.records.tenants.tenants import Tenant, read_tenant

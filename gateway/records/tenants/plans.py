@@ -11,11 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, Conflict, RecordNotFound
 from gateway.records.audit import record_change
-from gateway.records.changes import PRICES, count_change, count_changes_of_plan
-from gateway.records.database import Database
+from gateway.records.caches.changes import PRICES, count_change, count_changes_of_plan
 from gateway.records.money.prices import Price
-from gateway.records.name_locks import lock_creation
-from gateway.records.tables import plans, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.name_locks import lock_creation
+from gateway.records.sql.tables import plans, tenants
 from gateway.records.tenants.tenants import read_tenant, term_columns
 from gateway.records.tenants.terms import NO_TERMS, Terms, given_terms, own_terms, read_terms, resolve, write_terms
 from gateway.records.unchanged import check_unchanged

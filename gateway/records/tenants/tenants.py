@@ -16,10 +16,10 @@ from gateway.errors import BadRequest, NameTaken, RecordNotFound
 from gateway.records.adapters import limits as adapter_limits
 from gateway.records.adapters.limits import AdapterLimits
 from gateway.records.audit import record_change
-from gateway.records.changes import PRICES, count_change
-from gateway.records.database import Database
+from gateway.records.caches.changes import PRICES, count_change
 from gateway.records.events.events import record_event
-from gateway.records.tables import adapters, plans, prices, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapters, plans, prices, tenants
 from gateway.records.tenants.limits import (
     DEFAULT_LIMITS,
     Limits,

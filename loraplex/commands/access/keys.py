@@ -154,8 +154,8 @@ def peppers() -> None:
 
     The first pepper of LORAPLEX_KEY_PEPPER is the new one. A key is hashed under it when it is used.
     """
-    from gateway.records.database import Database
     from gateway.records.keys.keys import Keys
+    from gateway.records.sql.database import Database
 
     fingerprints = pepper_fingerprints()
     if not fingerprints:

@@ -120,7 +120,7 @@ def migrate() -> None:
     """Upgrade the database at LORAPLEX_DATABASE_URL to the newest schema."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    from gateway.records import database
+    from gateway.records.sql import database
 
     url = database_url()
     with settings_errors(), one_line(SQLAlchemyError, OSError):

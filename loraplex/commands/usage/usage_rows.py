@@ -112,8 +112,8 @@ def partition() -> None:
     Gateways continue to run, also those of the previous release. No row is rewritten. Old months are then dropped as a
     whole. There is no way back to a plain table. Running it again makes missing months.
     """
-    from gateway.records import partitioning
-    from gateway.records.database import Database
+    from gateway.records.partitions import partitioning
+    from gateway.records.sql.database import Database
 
     async def partitioned() -> Any:
         database = Database(database_url(), statement_seconds=None)

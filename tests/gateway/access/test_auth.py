@@ -13,9 +13,9 @@ import pytest
 from gateway.access import auth as auth_module
 from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden, InvalidKey
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
 from gateway.records.keys.keys import ApiKey, Keys
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, Answer, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream

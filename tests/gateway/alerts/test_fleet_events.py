@@ -14,8 +14,8 @@ from gateway.fleet.failures.deaths import LIMITS, TENANT
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.fleet.failures.quarantine_log import MAX_BEGUN
 from gateway.metrics import Metrics
-from gateway.records.database import Database
 from gateway.records.events.events import MAX_PER_HOUR, Event, Events
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream

@@ -15,13 +15,13 @@ from gateway.errors import Unavailable
 from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.metrics import Metrics
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
+from gateway.records.chores.leadership import Leadership
 from gateway.records.events.events import Event, Events
 from gateway.records.events.tables import events
-from gateway.records.leadership import Leadership
 from gateway.records.money.spending import Spending
-from gateway.records.tables import api_keys, usage_daily
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, usage_daily
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.tenants.tenants import Tenant, Tenants
 

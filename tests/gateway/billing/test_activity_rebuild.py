@@ -11,8 +11,8 @@ from gateway.billing import activity_rebuild
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY, activity_series
-from gateway.records.database import Database
-from gateway.records.tables import usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)

@@ -17,8 +17,8 @@ from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream, stream_key
 from gateway.billing.writer import UsageWriter
-from gateway.records.database import Database
-from gateway.records.tables import usage, usage_rejected
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage, usage_rejected
 from gateway.redis.sweeps import register
 from gateway.usage_row import UsageRow, encode
 from testing.gateway.rows import row
@@ -177,7 +177,7 @@ async def test_without_redis_and_sql_rows_outlive_the_process_in_the_journal(red
 
 
 async def test_a_locked_sqlite_is_waited_for(tmp_path: Path, redis: Redis, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.1)
+    monkeypatch.setattr("gateway.records.sql.database.STATEMENT_SECONDS", 0.1)
     database = Database(f"sqlite:///{tmp_path}/x.db")
     await database.upgrade()
     async with running(make_ledger(database, redis, tmp_path)) as ledger:

@@ -15,7 +15,7 @@ from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import BACKLOG_OF_TENANTS, UsageStream, stream_key
 from gateway.errors import Unavailable
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.redis.sweeps import register
 from gateway.usage_row import encode
 from testing.gateway.rows import row

@@ -14,7 +14,7 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.stream import SWEEPER, UsageStream, leases_key, stream_key
 from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.redis import sweeps
 from gateway.usage_row import encode
 from testing.gateway.principals import principal

@@ -16,12 +16,12 @@ from gateway.quota.limits import limits_of
 from gateway.quota.quota import Quota
 from gateway.records.adapters import removed_versions
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.database import Database
 from gateway.records.keys import keys as key_records
 from gateway.records.keys import removed_keys
 from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
 from gateway.records.money.usage_sums import UsagePart, UsagePast
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
 from testing.gateway.bases import only

@@ -13,10 +13,10 @@ from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease
-from gateway.records.database import Database
-from gateway.records.partitioning import partition
-from gateway.records.request_ids import RequestIds
-from gateway.records.tables import usage
+from gateway.records.partitions.partitioning import partition
+from gateway.records.partitions.request_ids import RequestIds
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.rows import row

@@ -16,7 +16,7 @@ from gateway.fleet.engines.suspects import Suspect
 from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.records.bases.base import Binding, suspect_name
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from tests.gateway.fleet.failures.test_quarantine import SECRET, Clock, note_death
 

@@ -20,10 +20,10 @@ from gateway.billing.writer import UsageWriter
 from gateway.error_boundary import error_boundary
 from gateway.errors import Exceeded
 from gateway.metrics import Metrics
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
 from gateway.records.keys.keys import Keys
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
+from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON
 from testing.gateway.running import PEPPER, Answer, Browser
 from tests.gateway.pages.conftest import Reader

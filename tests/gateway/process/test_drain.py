@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.settings import Settings, SettingsError
 from testing.gateway.running import Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream

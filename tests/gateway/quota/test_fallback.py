@@ -19,8 +19,8 @@ from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
-from gateway.records.database import Database
 from gateway.records.money.prices import Price
+from gateway.records.sql.database import Database
 from gateway.records.tenants.limits import Limits
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
@@ -168,7 +168,7 @@ async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_
     server: ValkeyServer, tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     """The journal's room is bounded, here to one request. Admission returns by itself, and no row is lost."""
-    monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.5)
+    monkeypatch.setattr("gateway.records.sql.database.STATEMENT_SECONDS", 0.5)
     options = {"quota_fallback": ("open",), "journal_bytes": 1}
     of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, **options)
     async with running(of) as gateway:

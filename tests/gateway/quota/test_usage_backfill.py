@@ -27,10 +27,10 @@ from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.usage_backfill import DAY, HOUR, still_counted
-from gateway.records.database import Database
 from gateway.records.money.prices import Price
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.money.usage_sums import ALL, UsagePart, UsagePast
+from gateway.records.sql.database import Database
 from gateway.redis.client import connect
 from gateway.usage_row import encode
 from testing.gateway.bases import only

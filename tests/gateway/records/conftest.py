@@ -3,7 +3,7 @@
 import pytest
 
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.bases import only
 

@@ -13,9 +13,9 @@ from sqlalchemy import update
 
 from gateway.records import audit
 from gateway.records.audit import Audit, record_change
-from gateway.records.database import Database
 from gateway.records.keys.keys import ApiKey, Keys
-from gateway.records.tables import audit as table
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import audit as table
 from gateway.records.tenants.tenants import Tenants
 from loraplex.cli import main
 from testing.gateway.running import ADMIN_KEY, Client, Gateway

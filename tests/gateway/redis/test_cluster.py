@@ -17,8 +17,8 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
-from gateway.records.database import Database
-from gateway.records.tables import usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage
 from gateway.redis.client import Client, connect
 from gateway.redis.sweeps import register
 from gateway.usage_row import encode

@@ -11,7 +11,7 @@ import pytest
 from gateway.api.reports import files
 from gateway.api.reports.usage_export import EXPORTS
 from gateway.billing.writer import UsageWriter
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from testing.gateway.rows import row
 from testing.gateway.running import ADMIN_KEY, Gateway, until
 from tests.gateway.api.conftest import Ask, Reader

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from gateway.api.reports import usage
 from gateway.billing.writer import UsageWriter
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from loraplex.cli import main
 from testing.gateway.bases import only

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.api.reports import usage_export
 from gateway.billing.writer import UsageWriter
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.usage_row import UsageRow
 from testing.gateway.commands import Run, runner
 from testing.gateway.rows import row
@@ -169,7 +169,7 @@ async def test_pruning_goes_on_until_nothing_is_left(
     run: Run, database: Database, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("gateway.api.reports.usage_pruning.MAX_ROWS", 15)
-    monkeypatch.setattr("gateway.records.retention.AT_ONCE", 7)
+    monkeypatch.setattr("gateway.records.chores.retention.AT_ONCE", 7)
     await UsageWriter(database).write(rows(40, EARLIER))
     done = await run("usage", "prune", "--before", f"{LAST_MONTH:{DAY}}", "--yes")
     assert done.stderr == "removed 15 of 40 rows\nremoved 30 of 40 rows\n"

@@ -13,8 +13,8 @@ from sqlalchemy import insert, select
 from gateway.pages.frame.frame import Compiled
 from gateway.pages.widgets import tables
 from gateway.process.background import running
-from gateway.records.database import Database
-from gateway.records.tables import api_keys, audit, tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, audit, tenants
 
 PAGES = {
     "/admin": (

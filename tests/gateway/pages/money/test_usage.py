@@ -16,12 +16,12 @@ from sqlalchemy import func, select
 from gateway.api.reports.usage_export import UsageExport
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
-from gateway.records.database import Database
+from gateway.records.chores.retention import Retention
 from gateway.records.money import end_user_sums
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsageReport
-from gateway.records.retention import Retention
-from gateway.records.tables import usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from gateway.pages.requests.log import RequestPages, trace_link
-from gateway.records.database import Database
 from gateway.records.requests.log import RequestLog
+from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON, row
 from tests.gateway.pages.conftest import Reader, World
 from tests.gateway.pages.records import HOSTILE, fill, refused, serving, unsafe

@@ -15,9 +15,9 @@ from gateway.api.admin.refusals import AdminRefusals
 from gateway.errors import Exceeded
 from gateway.pages.requests.log import RequestPages
 from gateway.pages.requests.refusals import RefusalPages
-from gateway.records.database import Database
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refusal_report import RefusalReport
+from gateway.records.sql.database import Database
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World
 from tests.gateway.pages.records import HOSTILE, fill, refused, serving, unsafe

@@ -11,8 +11,8 @@ from sqlalchemy import update
 
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.queueing import fairness
-from gateway.records.database import Database
-from gateway.records.tables import tenants
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants
 from gateway.records.tenants.list import Sort, TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.rows import row

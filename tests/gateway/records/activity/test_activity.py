@@ -19,7 +19,7 @@ from gateway.records.activity import activity as activity_module
 from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, percentiles
 from gateway.records.activity.tables import BOUNDS
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.conftest import BOTH, new_database

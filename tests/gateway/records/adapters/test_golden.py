@@ -14,8 +14,8 @@ from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, Go
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.rows import lock_known_name
 from gateway.records.bases.base import EngineSoftware
-from gateway.records.database import Database
-from gateway.records.tables import adapter_versions, golden_answers, golden_checks
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, golden_answers, golden_checks
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
 from wire.probes import AdapterProbe

@@ -9,8 +9,8 @@ from sqlalchemy import update
 from gateway.errors import AdapterLimitExceeded
 from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.limits import KEPT_VERSIONS, AdapterLimits
-from gateway.records.database import Database
-from gateway.records.tables import tenants as table
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants as table
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.bases import only
 

@@ -14,9 +14,9 @@ from gateway.records.adapters import list_uses
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import BY_USE, SORTS, AdapterList, ListFilter, Sort
 from gateway.records.adapters.rows import Reason
-from gateway.records.database import Database
-from gateway.records.tables import adapter_versions
-from gateway.records.tables import adapters as adapters_table
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions
+from gateway.records.sql.tables import adapters as adapters_table
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.rows import row
 from testing.gateway.versions import add, digest

@@ -9,9 +9,9 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.pins import pinned_bases
 from gateway.records.adapters.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.bases.base import Binding
-from gateway.records.changes import Changes
-from gateway.records.database import Database
-from gateway.records.tables import adapter_probes
+from gateway.records.caches.changes import Changes
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_probes
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
 from wire.probes import AdapterProbe, ProbeReason

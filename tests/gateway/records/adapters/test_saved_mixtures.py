@@ -17,7 +17,7 @@ from gateway.records.adapters.aliases import AliasTarget
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.mixtures import resolve_model
 from gateway.records.adapters.rows import Reason
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.versions import add
 

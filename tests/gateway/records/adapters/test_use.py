@@ -12,7 +12,7 @@ from gateway.billing.writer import UsageWriter
 from gateway.records.adapters import use as adapter_use
 from gateway.records.adapters.use import AdapterUses, Use
 from gateway.records.audit import record_change
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.rows import row
 

@@ -31,10 +31,10 @@ from gateway.records.adapters.limits import KEPT_VERSIONS
 from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.adapters.rows import Reason
 from gateway.records.adapters.versions import KEPT_REFUSED
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
 from gateway.records.money.usage_sums import UsagePart, UsagePast
-from gateway.records.tables import adapter_versions, audit
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import adapter_versions, audit
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.bases import only
 from testing.gateway.clocks import clock_ahead

@@ -16,7 +16,7 @@ from gateway.records.bases import records
 from gateway.records.bases.base import FIRST
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
-from gateway.records.database import Database
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.setting_errors import NotUsableNow
 from testing.gateway.bases import one_base

@@ -18,8 +18,8 @@ from gateway.records.bases.base import FIRST, BaseRetired
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases, NoBase
 from gateway.records.bases.table import bases as bases_table
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import one_base
 

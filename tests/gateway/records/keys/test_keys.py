@@ -9,10 +9,10 @@ import pytest
 
 from gateway.access.auth import Authenticator
 from gateway.api.key_manager import KeyManager
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
 from gateway.records.keys import keys as keys_module
 from gateway.records.keys.keys import ApiKey, Keys
+from gateway.records.sql.database import Database
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant, Tenants
 

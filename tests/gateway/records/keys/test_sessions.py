@@ -3,9 +3,9 @@
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-from gateway.records.changes import Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import Changes
 from gateway.records.keys.sessions import MAX_OF_SUBJECT, Session, SessionRecords
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 AT_ONCE = 8

@@ -14,15 +14,15 @@ from sqlalchemy import delete, update
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records.database import Database
+from gateway.records.chores.retention import Retention
 from gateway.records.money import end_user_sums, usage_ranking
 from gateway.records.money.end_user_sums import Candidate, read_largest
 from gateway.records.money.end_user_tables import usage_end_user_days
 from gateway.records.money.ranked_groups import Part, RankedGroup
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
-from gateway.records.retention import Retention
-from gateway.records.tables import usage
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import usage
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.records.adapters.catalog import Model
-from gateway.records.database import Database
 from gateway.records.money.prices import FREE, Price, PriceList, Prices
+from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until

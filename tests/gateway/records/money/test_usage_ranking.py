@@ -11,12 +11,12 @@ from sqlalchemy import delete
 
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY
-from gateway.records.database import Database
 from gateway.records.money import usage_ranking
 from gateway.records.money.ranked_groups import CURVES, GroupBy, Measure, Part, RankedGroup
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.money.usage_steps import by_day, total_of
+from gateway.records.sql.database import Database
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

@@ -7,10 +7,10 @@ import pytest
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Exceeded
-from gateway.records.database import Database
 from gateway.records.requests import log as request_log
 from gateway.records.requests.log import LogFilter, RequestLog
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
+from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON, row
 
 

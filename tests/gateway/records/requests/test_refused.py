@@ -6,10 +6,10 @@ from typing import Any
 from sqlalchemy import select
 
 from gateway.errors import Exceeded, Unavailable
-from gateway.records.database import Database
 from gateway.records.requests import refused as module
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.requests.refused import ROWS_A_CODE, ROWS_A_MINUTE, RefusalLog, RefusedRequest
+from gateway.records.sql.database import Database
 
 NOON = datetime(2026, 1, 1, 12, 0, 30, tzinfo=UTC)
 

@@ -9,8 +9,8 @@ from alembic.config import Config
 from sqlalchemy import text
 
 import migrations
-from gateway.records.database import Database
 from gateway.records.keys.keys import Keys
+from gateway.records.sql.database import Database
 from gateway.records.tenants.limits import DEFAULT_LIMITS, Limits
 from gateway.records.tenants.tenants import Tenants
 

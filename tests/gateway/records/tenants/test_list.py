@@ -14,10 +14,10 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Conflict
 from gateway.records.activity.tables import ACTIVITY
 from gateway.records.audit import Audit
-from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.tables import api_keys, usage_daily
-from gateway.records.tables import tenants as table
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import api_keys, usage_daily
+from gateway.records.sql.tables import tenants as table
 from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
 from gateway.records.tenants.list import BudgetUse, CursorSort, TenantFilter, TenantLists
 from gateway.records.tenants.plans import Plans

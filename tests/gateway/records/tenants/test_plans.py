@@ -11,10 +11,10 @@ from sqlalchemy import update
 from gateway.errors import BadRequest, Conflict, NameTaken, RecordNotFound
 from gateway.records.adapters.catalog import Model
 from gateway.records.audit import Audit
-from gateway.records.changes import PRICES, Changes
-from gateway.records.database import Database
+from gateway.records.caches.changes import PRICES, Changes
 from gateway.records.money.prices import FREE, Price, PriceList, Prices
-from gateway.records.tables import tenants as table
+from gateway.records.sql.database import Database
+from gateway.records.sql.tables import tenants as table
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner
 
 from gateway.billing.writer import UsageWriter
-from gateway.records import request_ids
-from gateway.records.database import MIGRATION_LOCK, Database
-from gateway.records.partitions import next_month
+from gateway.records.partitions import request_ids
+from gateway.records.partitions.partitions import next_month
+from gateway.records.sql.database import MIGRATION_LOCK, Database
 from loraplex.cli import main
 from testing.gateway.commands import runner
 from testing.gateway.rows import row
