@@ -9,11 +9,23 @@ from benchmarks.hostile import (
     doubles_attacks,
     engine_work,
     readers,
+    sequences,
     weights,
 )
 from benchmarks.hostile.attack import REGISTER, Attack
 
-MODULES = (archives, weights, catalogue_attacks, connections, bodies, readers, answers, engine_work, doubles_attacks)
+MODULES = (
+    archives,
+    weights,
+    catalogue_attacks,
+    connections,
+    bodies,
+    readers,
+    answers,
+    engine_work,
+    sequences,
+    doubles_attacks,
+)
 FAMILIES = [module.__name__ for module in MODULES]
 ATTACKS: dict[str, Attack] = REGISTER
 # sorted() keeps the order within a family.

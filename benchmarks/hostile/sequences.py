@@ -1,0 +1,67 @@
+"""Attacks by requests of very many sequences: prompts times `n`."""
+
+from typing import Any
+
+from benchmarks.hostile.attack import attack
+from benchmarks.hostile.attacker import Attacker
+
+AT_ONCE = 8
+# Half of the places of a vLLM server without `requests` in its address, and of our engine's batch and queue on a CPU.
+FOREIGN_MOST, OWN_MOST = 32, 544
+FOREIGN_LARGEST: dict[str, Any] = {"prompt": ["a"] * FOREIGN_MOST}
+OWN_LARGEST: dict[str, Any] = {"prompt": ["a"] * (OWN_MOST // 16), "n": 16, "temperature": 1}
+# More than half for either engine.
+REFUSED: list[dict[str, Any]] = [
+    {"prompt": ["a"] * 1000},
+    {"prompt": "a", "n": 128},
+    {"prompt": [[1, 2, 3]] * 1000, "n": 16, "best_of": 16},
+    {"prompt": ["a"] * 2048, "stream": True},
+]
+
+
+async def send(attacker: Attacker, body: dict[str, Any]) -> None:
+    answer = await attacker.complete(**{"max_tokens": 2, "ignore_eos": True} | body)
+    if answer is None or answer.status in (429, 503):
+        await attacker.pause(0.3)
+    elif body in REFUSED:
+        param = answer.json["error"]["param"] if answer.status == 400 else None
+        attacker.check(param in ("prompt", "n"), f"expected a 400 of prompt or n, got {answer.status} of {param}")
+    else:
+        attacker.check(answer.status == 200, f"the largest request was refused: {answer.status} {answer.code}")
+
+
+async def too_many(attacker: Attacker, largest: dict[str, Any]) -> None:
+    """Send the refused requests and the largest one that is served in turn, `AT_ONCE` loops at once."""
+    bodies = [*REFUSED, largest]
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            await send(attacker, bodies[turn % len(bodies)])
+            turn += 1
+
+    await attacker.side_by_side(AT_ONCE, one)
+
+
+@attack(
+    "many-sequences",
+    f"1,000 to 16,000 sequences in a request to a vLLM server, {AT_ONCE} at once, and the largest that it takes",
+    place="vllm",
+)
+async def many_foreign(attacker: Attacker) -> None:
+    await too_many(attacker, FOREIGN_LARGEST)
+
+
+@attack(
+    "many-own-sequences",
+    f"1,000 to 16,000 sequences in a request to our engine, {AT_ONCE} at once, and the largest that it takes",
+    # Each tenant may fill its part of the batch; the refused requests and their number at once are judged.
+    honest="sequences-in-turn",
+)
+async def many_own(attacker: Attacker) -> None:
+    await too_many(attacker, OWN_LARGEST)
+
+
+@attack("sequences-in-turn", "the served requests of many-own-sequences", shown=False)
+async def in_turn(attacker: Attacker) -> None:
+    await attacker.as_served(lambda _: send(attacker, OWN_LARGEST))
