@@ -21,7 +21,9 @@ REFUSED: list[dict[str, Any]] = [
 
 async def send(attacker: Attacker, body: dict[str, Any]) -> None:
     answer = await attacker.complete(**{"max_tokens": 2, "ignore_eos": True} | body)
-    if answer is None or answer.status in (429, 503):
+    # An engine that is full answers 503, but a request that it never takes is a 400 also then.
+    busy = (429,) if body in REFUSED else (429, 503)
+    if answer is None or answer.status in busy:
         await attacker.pause(0.3)
     elif body in REFUSED:
         param = answer.json["error"]["param"] if answer.status == 400 else None
