@@ -31,11 +31,10 @@ from gateway.errors import RateLimited
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
-from gateway.quota.store import KEYS
 from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Limits, Tenant
-from gateway.redis import sweeps
 from gateway.redis.client import connect
+from gateway.redis.keys import REGISTERED_TENANTS_KEY, quota_keys
 
 PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)
 MODEL = "base"
@@ -279,9 +278,9 @@ def _read(log: Path) -> list[list[Any]]:
 
 async def _clear(redis: Any, run: str) -> None:
     for name in TENANTS:
-        for part in KEYS:
-            await redis.delete(f"loraplex:{{{run}{name}}}:{part}")
-        await redis.zrem(sweeps.TENANTS, run + name)
+        for key in quota_keys(run + name):
+            await redis.delete(key)
+        await redis.zrem(REGISTERED_TENANTS_KEY, run + name)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ the operator.
 """
 
 import asyncio
-import hashlib
 import logging
 import math
 import time
@@ -28,6 +27,7 @@ from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import wrong_keys_key
 from wire.bounded_dict import BoundedDict
 from wire.headers import ANNOUNCE_TOKEN_HEADER, INTERNAL_TOKEN_HEADER
 
@@ -73,7 +73,7 @@ class FailedLogins:
         self._is_proved = is_proved
         self._admin_port = admin_port
         self._script = redis.register_script(SCRIPT) if redis is not None else None
-        self._scope = f"loraplex:wrong-keys:{hashlib.sha256(deployment.encode()).hexdigest()[:8]}"
+        self._deployment = deployment
         self._outage = Outage(log, "sharing the count of wrong keys")
         # Address -> time (monotonic) at which its debt is paid off.
         self._paid_off = BoundedDict[str, float](MAX_ADDRESSES)
@@ -152,7 +152,7 @@ class FailedLogins:
             return None
         try:
             async with asyncio.timeout(SHARE_SECONDS):
-                debt = await self._script(keys=[f"{self._scope}:{address}"], args=[SECONDS_EACH])
+                debt = await self._script(keys=[wrong_keys_key(self._deployment, address)], args=[SECONDS_EACH])
         except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "each process counts alone")
             return None

@@ -20,6 +20,7 @@ from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
 from gateway.process.background import run_to_end
 from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import idempotency_key
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def _name(request: web.Request, actor: str) -> str:
     given = request.headers[HEADER]
     if not _KEY.fullmatch(given):
         raise BadRequest(f"Expected {HEADER} of 1 to 255 printable ASCII characters.", param=HEADER)
-    return "loraplex:idempotency:" + _digest(actor, given)
+    return idempotency_key(_digest(actor, given))
 
 
 def _asked(request: web.Request, content: bytes) -> str:

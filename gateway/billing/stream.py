@@ -17,34 +17,17 @@ from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
 from gateway.redis import sweeps
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import USAGE_BACKLOG_KEY, USAGE_BACKLOG_OF_TENANTS_KEY, USAGE_SWEEPER_KEY, leases_key, usage_key
 
 log = logging.getLogger(__name__)
 
-# Key that exists while a process sweeps, so that no other process begins.
-SWEEPER = "loraplex:usage:sweeper"
-# Key of the number of events in all streams, as counted by the last sweep, and the time for which it is valid.
-BACKLOG = "loraplex:usage:backlog"
+# Time for which published numbers of events are valid, and the most tenants with a number of their own.
 BACKLOG_SECONDS = 60
-# Key of the numbers of the MAX_PUBLISHED tenants with the most events, as a JSON object. Previous releases have none.
-BACKLOG_OF_TENANTS = "loraplex:usage:backlog:tenants"
 MAX_PUBLISHED = 100
 # The only field of an entry.
 FIELD = b"event"
 # Maximum number of entries in one read.
 PAGE = 500
-
-
-def stream_key(tenant_id: str) -> str:
-    """Return the key of a tenant's stream.
-
-    The hash tag keeps a tenant's keys on one shard of a cluster, so that the quota's script can add to the stream.
-    """
-    return f"loraplex:{{{tenant_id}}}:usage"
-
-
-def leases_key(tenant_id: str) -> str:
-    """Return the key of a tenant's leases."""
-    return f"loraplex:{{{tenant_id}}}:leases"
 
 
 class UsageStream:
@@ -63,13 +46,13 @@ class UsageStream:
 
     async def is_first(self, seconds: float) -> bool:
         """Return whether it is this process's turn to sweep: no other has asked or published for `seconds`."""
-        return bool(await self._call(sweeps.is_first(self._redis, SWEEPER, seconds)))
+        return bool(await self._call(sweeps.is_first(self._redis, USAGE_SWEEPER_KEY, seconds)))
 
     async def backlog(self) -> tuple[int, dict[str, int]]:
         """Return the last published numbers of events: in all streams, and of the tenants with the most events."""
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.get(BACKLOG)
-        pipeline.get(BACKLOG_OF_TENANTS)
+        pipeline.get(USAGE_BACKLOG_KEY)
+        pipeline.get(USAGE_BACKLOG_OF_TENANTS_KEY)
         total, of_tenants = await self._call(pipeline.execute())
         return int(total or 0), msgspec.json.decode(of_tenants or b"{}", type=dict[str, int])
 
@@ -77,9 +60,9 @@ class UsageStream:
         """Publish the backlog to all processes, and keep the turn to sweep for another `seconds`."""
         most = dict(heapq.nlargest(MAX_PUBLISHED, of_tenants.items(), key=lambda item: item[1]))
         pipeline = self._redis.pipeline(transaction=False)
-        pipeline.set(BACKLOG, backlog, ex=BACKLOG_SECONDS)
-        pipeline.set(BACKLOG_OF_TENANTS, msgspec.json.encode(most), ex=BACKLOG_SECONDS)
-        pipeline.set(SWEEPER, b"", px=max(1, int(seconds * 1000)))
+        pipeline.set(USAGE_BACKLOG_KEY, backlog, ex=BACKLOG_SECONDS)
+        pipeline.set(USAGE_BACKLOG_OF_TENANTS_KEY, msgspec.json.encode(most), ex=BACKLOG_SECONDS)
+        pipeline.set(USAGE_SWEEPER_KEY, b"", px=max(1, int(seconds * 1000)))
         await self._call(pipeline.execute())
 
     async def move_tenants(self) -> None:
@@ -102,7 +85,7 @@ class UsageStream:
         for tenant_id in old:
             pipeline.zcard(leases_key(tenant_id))
         for tenant_id in tenants:
-            pipeline.xlen(stream_key(tenant_id))
+            pipeline.xlen(usage_key(tenant_id))
         answers = await self._call(pipeline.execute(raise_on_error=False))
         leases = dict(zip(old, answers[: len(old)], strict=True))
         lengths = dict(zip(tenants, answers[len(old) :], strict=True))
@@ -128,7 +111,7 @@ class UsageStream:
         newest = int((seconds + microseconds / 1e6 - min_age) * 1000)
         start = "-"
         while True:
-            page = await self._call(self._redis.xrange(stream_key(tenant_id), start, f"{newest}", count=PAGE))
+            page = await self._call(self._redis.xrange(usage_key(tenant_id), start, f"{newest}", count=PAGE))
             if page:
                 yield [(entry_id, fields.get(FIELD, b"")) for entry_id, fields in page]
             if len(page) < PAGE:
@@ -142,7 +125,7 @@ class UsageStream:
             by_tenant.setdefault(tenant_id, []).append(entry_id)
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id, ids in by_tenant.items():
-            pipeline.xdel(stream_key(tenant_id), *ids)
+            pipeline.xdel(usage_key(tenant_id), *ids)
         await self._call(pipeline.execute())
 
     async def _call(self, call: Awaitable[Any]) -> Any:

@@ -18,14 +18,14 @@ from gateway.errors import Unavailable
 from gateway.quota.store import QuotaStore
 from gateway.redis import sweeps
 from gateway.redis.client import Client
+from gateway.redis.keys import LIMITS_REMOVER_KEY, limits_key
 
 log = logging.getLogger(__name__)
 
 # The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
-# Key that exists while a gateway removes limits, and the interval of the removals.
-REMOVER = "loraplex:quota:remover"
+# Interval of the removals.
 EVERY_SECONDS = 30.0
 # Age of a key's end: longer than any gateway trusts a cached key, and than a minute's rate takes to be paid off.
 ENDED_SECONDS = 120
@@ -62,7 +62,7 @@ class EndedKeys:
             # Jitter, so that no process always gets the turn.
             await asyncio.sleep(EVERY_SECONDS * JITTER.uniform(0.75, 1.25))
             try:
-                if await self._store.call(lambda: sweeps.is_first(self._redis, REMOVER, EVERY_SECONDS / 2)):
+                if await self._store.call(lambda: sweeps.is_first(self._redis, LIMITS_REMOVER_KEY, EVERY_SECONDS / 2)):
                     await self.remove_all()
             except Unavailable as error:
                 # The part that is away logs its own outage.
@@ -121,18 +121,14 @@ class EndedKeys:
     async def _lengths(self, tenant_ids: Sequence[str]) -> list[int | Exception]:
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in tenant_ids:
-            pipeline.hlen(_state_key(tenant_id))
+            pipeline.hlen(limits_key(tenant_id))
         return await pipeline.execute(raise_on_error=False)
 
     async def _page(self, tenant_id: str, cursor: int) -> tuple[int, list[str]]:
         """Return the next cursor (0 at the end) and the fields of keys' limits on a page."""
-        answer: Any = await self._redis.hscan(_state_key(tenant_id), cursor, match="key:*", count=SCAN)
+        answer: Any = await self._redis.hscan(limits_key(tenant_id), cursor, match="key:*", count=SCAN)
         following, found = answer
         return int(following), [field.decode() for field in found]
-
-
-def _state_key(tenant_id: str) -> str:
-    return f"loraplex:{{{tenant_id}}}:quota"
 
 
 def _family(field: str) -> str:

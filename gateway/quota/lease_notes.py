@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from gateway.redis.keys import leases_key, reservations_key
+
 # Leases that one call reads.
 PAGE = 500
 
@@ -23,12 +25,11 @@ async def read_notes(execute: Callable[..., Awaitable[Any]], tenant_id: str) -> 
 
     execute: `QuotaStore.execute`, so that settlements that this process has sent before count.
     """
-    tag = f"loraplex:{{{tenant_id}}}:"
     # An ended lease has a negative score.
-    ids = await execute("ZRANGEBYSCORE", tag + "leases", 0, "+inf")
+    ids = await execute("ZRANGEBYSCORE", leases_key(tenant_id), 0, "+inf")
     found = []
     for start in range(0, len(ids), PAGE):
-        for packed in await execute("HMGET", tag + "held", *ids[start : start + PAGE]):
+        for packed in await execute("HMGET", reservations_key(tenant_id), *ids[start : start + PAGE]):
             note = "" if packed is None else msgspec.msgpack.decode(packed, type=_StoredLease).note
             if note:
                 found.append(msgspec.json.decode(note))

@@ -4,8 +4,8 @@ import uuid
 from typing import Any
 
 from gateway.redis.client import Client
+from gateway.redis.keys import GATEWAYS_KEY
 
-GATEWAYS = "loraplex:gateways"
 ALIVE_SECONDS = 10
 # KEYS: the sorted set. ARGV: this gateway's name, seconds for which an entry is valid, 1 to register, 0 to unregister.
 SCRIPT = """
@@ -33,4 +33,4 @@ class Presence:
         await self._update(0)
 
     async def _update(self, here: int) -> Any:
-        return await self._redis.execute_command("EVAL", SCRIPT, 1, GATEWAYS, self._name, ALIVE_SECONDS, here)
+        return await self._redis.execute_command("EVAL", SCRIPT, 1, GATEWAYS_KEY, self._name, ALIVE_SECONDS, here)

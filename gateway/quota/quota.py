@@ -36,11 +36,10 @@ from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
 from gateway.redis import sweeps
 from gateway.redis.client import Client
+from gateway.redis.keys import LEASE_SWEEPER_KEY, leases_key
 
 log = logging.getLogger(__name__)
 
-# Key that exists while a gateway settles the leases of dead gateways.
-SWEEPER = "loraplex:sweeper"
 CLOSED = parse_fallback(())
 # Note of a lease that needs no settlement: its end releases everything that it holds.
 EMPTY_NOTE = b""
@@ -316,12 +315,12 @@ class Quota:
         seconds, microseconds = await self._redis.time()
         pipeline = self._redis.pipeline(transaction=False)
         for tenant_id in tenant_ids:
-            pipeline.zcount(f"loraplex:{{{tenant_id}}}:leases", "-inf", seconds * 1000 + microseconds // 1000)
+            pipeline.zcount(leases_key(tenant_id), "-inf", seconds * 1000 + microseconds // 1000)
         return await pipeline.execute(raise_on_error=False)
 
     async def is_first(self, seconds: float) -> bool:
         """Return whether this is the first such call of any gateway within `seconds`. Raises Unavailable."""
-        return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
+        return bool(await self._store.call(lambda: sweeps.is_first(self._redis, LEASE_SWEEPER_KEY, seconds)))
 
     async def keep_leases(self) -> None:
         """Extend this process's leases, retry failed settlements, register this gateway, check Redis' settings, and

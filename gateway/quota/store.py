@@ -20,12 +20,11 @@ from gateway.process.outage import Outage
 from gateway.quota import script
 from gateway.redis.client import MAX_CONNECTIONS, Client
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import quota_keys
 from gateway.redis.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
 
-# Last parts of the keys of the quota's script, in the order in which it expects them.
-KEYS = ("quota", "leases", "held", "usage", "abandoned")
 # Failed calls in a row after which the server counts as away, and the interval of the pings until it answers again.
 FAILURES = 2
 PROBE_SECONDS = 0.2
@@ -73,9 +72,7 @@ class QuotaStore:
 
     async def script(self, tenant_id: str, *arguments: Any) -> Any:
         """Call the quota's script on one tenant's keys. Raises Unavailable."""
-        # The hash tag keeps a tenant's keys on one shard of a cluster, so that one script can use all of them.
-        tag = f"loraplex:{{{tenant_id}}}:"
-        keys = [tag + part for part in KEYS]
+        keys = quota_keys(tenant_id)
         return await self.call(lambda: self._evaluate(len(keys), *keys, *arguments))
 
     async def _evaluate(self, *keys_and_arguments: Any) -> Any:

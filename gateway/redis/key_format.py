@@ -7,7 +7,8 @@ version 1 have no number in their names.
 
 from typing import Any
 
-KEY = "loraplex:format"
+from gateway.redis.keys import FORMAT_KEY
+
 # The layout that this program writes, and the oldest that a program must know to share the keys with this one.
 FORMAT, OLDEST = 1, 1
 # KEYS: the hash. ARGV: FORMAT, OLDEST. A newer release's values stay.
@@ -24,7 +25,7 @@ async def find_problem(redis: Any) -> str | None:
 
     Raises RedisError, OSError.
     """
-    newest, oldest = map(int, await redis.execute_command("EVAL", SCRIPT, 1, KEY, FORMAT, OLDEST))
+    newest, oldest = map(int, await redis.execute_command("EVAL", SCRIPT, 1, FORMAT_KEY, FORMAT, OLDEST))
     if oldest <= FORMAT:
         return None
     return (

@@ -17,10 +17,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-# Sorted set: tenant id -> time of the last registration (ms).
-TENANTS = "loraplex:usage:active"
-# Set of the previous release, whose gateways may add to it until they have been replaced.
-TENANTS_BEFORE = "loraplex:usage:tenants"
+from gateway.redis.keys import REGISTERED_TENANTS_BEFORE_KEY, REGISTERED_TENANTS_KEY
+
 # Validity of a registration. It is far below IDLE_SECONDS, because the difference limits the duration of a call.
 REGISTER_SECONDS = 60.0
 IDLE_SECONDS = 600.0
@@ -85,7 +83,7 @@ class Registrations:
 
 async def register(redis: Client, tenant_ids: Sequence[Any], ahead: float = 0.0) -> None:
     """Register at most PAGE tenants. ahead: seconds that are added to the time of the registration."""
-    await redis.execute_command("EVAL", REGISTER, 1, TENANTS, int(ahead * 1000), *tenant_ids)
+    await redis.execute_command("EVAL", REGISTER, 1, REGISTERED_TENANTS_KEY, int(ahead * 1000), *tenant_ids)
 
 
 async def page(redis: Client, cursor: int) -> tuple[int, dict[str, float]]:
@@ -93,7 +91,7 @@ async def page(redis: Client, cursor: int) -> tuple[int, dict[str, float]]:
 
     A tenant that stays registered during a whole scan is returned at least once.
     """
-    answer: Any = await redis.zscan(TENANTS, cursor, count=PAGE)
+    answer: Any = await redis.zscan(REGISTERED_TENANTS_KEY, cursor, count=PAGE)
     following, found = answer
     return int(following), {tenant_id.decode(): registered for tenant_id, registered in found}
 
@@ -101,14 +99,14 @@ async def page(redis: Client, cursor: int) -> tuple[int, dict[str, float]]:
 async def remove(redis: Client, registered: Iterable[tuple[str, float]]) -> int:
     """Remove tenants that were not registered again; return their number."""
     flat: list[Any] = [item for tenant_id, at in registered for item in (tenant_id, int(at))]
-    return int(await redis.execute_command("EVAL", REMOVE, 1, TENANTS, *flat)) if flat else 0
+    return int(await redis.execute_command("EVAL", REMOVE, 1, REGISTERED_TENANTS_KEY, *flat)) if flat else 0
 
 
 async def move_page(redis: Client) -> bool:
     """Move some tenants from the set of the previous release; return whether there may be more."""
-    ids: Any = await redis.srandmember(TENANTS_BEFORE, PAGE)
+    ids: Any = await redis.srandmember(REGISTERED_TENANTS_BEFORE_KEY, PAGE)
     if not ids:
         return False
     await register(redis, ids, BEFORE_SECONDS)
-    await redis.srem(TENANTS_BEFORE, *ids)
+    await redis.srem(REGISTERED_TENANTS_BEFORE_KEY, *ids)
     return True

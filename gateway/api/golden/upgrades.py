@@ -21,6 +21,7 @@ from gateway.records.adapters.golden import Golden, Unchecked
 from gateway.records.bases.base import EngineSoftware
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import GOLDEN_KEY, golden_rest_key
 from gateway.redis.sweeps import Client, is_first
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,6 @@ REST, TENANT_REST = 3.0, 16.0
 # Lifetimes of a turn whose gateway has died, in seconds: during its search, and during a check. The second exceeds a
 # check and its record, so checks never overlap.
 SEARCH_TURN_SECONDS, TURN_SECONDS = 5.0, CHECK_SECONDS + 60.0
-# Redis key of the present turn. With `:` and a tenant's id appended, it is the key of that tenant's rest.
-TURN = "loraplex:golden"
 START = ("", 0)
 
 
@@ -70,7 +69,7 @@ class Upgrades:
             await asyncio.sleep(SEARCH_SECONDS)
             try:
                 if idle_engines(self._registry.up, self._queues) and await is_first(
-                    self._redis, TURN, SEARCH_TURN_SECONDS
+                    self._redis, GOLDEN_KEY, SEARCH_TURN_SECONDS
                 ):
                     await self._take_turn()
             except (Unavailable, *REDIS_ERRORS) as error:
@@ -86,7 +85,7 @@ class Upgrades:
             await self._check_next()
         finally:
             rest = max(SEARCH_SECONDS, REST * (time.monotonic() - began))
-            await self._redis.pexpire(TURN, _milliseconds(rest))
+            await self._redis.pexpire(GOLDEN_KEY, _milliseconds(rest))
 
     async def _check_next(self) -> None:
         for (software, base), engine in idle_engines(self._registry.up, self._queues).items():
@@ -95,9 +94,9 @@ class Upgrades:
                 self._places.pop((software, base), None)
                 continue
             self._places[software, base] = found.place
-            if not await self._redis.exists(_rest_key(found)):
+            if not await self._redis.exists(golden_rest_key(found.tenant_id)):
                 # A search that took longer than its turn is dropped: another gateway may have found the same version.
-                if await self._redis.pexpire(TURN, _milliseconds(TURN_SECONDS)):
+                if await self._redis.pexpire(GOLDEN_KEY, _milliseconds(TURN_SECONDS)):
                     await self._check(found, engine)
                 return
 
@@ -111,7 +110,7 @@ class Upgrades:
             log.debug("golden answers of tenant %s are checked later: %s", unchecked.tenant_name, type(error).__name__)
         finally:
             rest = TENANT_REST * (time.monotonic() - began)
-            await self._redis.set(_rest_key(unchecked), b"", px=_milliseconds(rest))
+            await self._redis.set(golden_rest_key(unchecked.tenant_id), b"", px=_milliseconds(rest))
 
 
 def idle_engines(engines: Iterable[EngineRecord], queues: BaseQueues) -> dict[tuple[EngineSoftware, str], EngineRecord]:
@@ -126,10 +125,6 @@ def idle_engines(engines: Iterable[EngineRecord], queues: BaseQueues) -> dict[tu
 def has_room(engine: EngineRecord) -> bool:
     """Return whether the engine can take a request of the lowest priority: less than half of its places are used."""
     return engine.available and 2 * engine.load < max(2, engine.slots)
-
-
-def _rest_key(unchecked: Unchecked) -> str:
-    return f"{TURN}:{unchecked.tenant_id}"
 
 
 def _milliseconds(seconds: float) -> int:

@@ -19,6 +19,7 @@ from gateway.records.bases.base import Binding
 from gateway.records.caches.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import probe_key
 from gateway.redis.sweeps import Client, is_first
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.probes import AdapterProbe
@@ -179,7 +180,7 @@ class Validation:
     async def _claim(self, tenant_id: str, name: str, version: int) -> bool:
         """Return whether no process has tried the version recently. Without Redis this process tries it."""
         try:
-            return await is_first(self._redis, f"loraplex:probe:{tenant_id}:{name}:{version}", CLAIM_SECONDS)
+            return await is_first(self._redis, probe_key(tenant_id, name, version), CLAIM_SECONDS)
         except REDIS_ERRORS:
             return True
 

@@ -17,10 +17,10 @@ from gateway.fleet.engines.engine import Address
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import ANNOUNCED_ENGINES_KEY
 
 log = logging.getLogger(__name__)
 
-ANNOUNCEMENTS = "loraplex:engines"
 ANNOUNCEMENT_SECONDS = 10
 DNS_SECONDS = 2.0
 # KEYS: the set. ARGV: seconds an announcement lasts, an engine's URL or "", 1 to announce it or 0 to withdraw it.
@@ -55,7 +55,7 @@ class Announcements:
 
     async def _call(self, url: str, alive: int) -> list[str]:
         async with deadline(self._timeout):
-            found = await self._script(keys=[ANNOUNCEMENTS], args=[ANNOUNCEMENT_SECONDS, url, alive])
+            found = await self._script(keys=[ANNOUNCED_ENGINES_KEY], args=[ANNOUNCEMENT_SECONDS, url, alive])
         return [item.decode() if isinstance(item, bytes) else item for item in found]
 
 
@@ -70,7 +70,7 @@ class Discovery:
         self._announcements = announcements
         self._last: dict[str, list[Address]] = {}
         self._outages = {address.url: Outage(log, f"resolving {address.url}") for address in addresses}
-        self._outages[ANNOUNCEMENTS] = Outage(log, "listing announced engines")
+        self._outages[ANNOUNCED_ENGINES_KEY] = Outage(log, "listing announced engines")
 
     async def __call__(self) -> list[Address]:
         found: list[Address] = []
@@ -84,11 +84,11 @@ class Discovery:
 
     async def _announced(self, announcements: Announcements) -> list[Address]:
         try:
-            self._last[ANNOUNCEMENTS] = _valid(await announcements.all())
-            self._outages[ANNOUNCEMENTS].over()
+            self._last[ANNOUNCED_ENGINES_KEY] = _valid(await announcements.all())
+            self._outages[ANNOUNCED_ENGINES_KEY].over()
         except REDIS_ERRORS as error:
-            self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "the last listed engines stay in use")
-        return self._last.get(ANNOUNCEMENTS, [])
+            self._outages[ANNOUNCED_ENGINES_KEY].failed(type(error).__name__, "the last listed engines stay in use")
+        return self._last.get(ANNOUNCED_ENGINES_KEY, [])
 
     async def _resolve(self, address: Address) -> list[Address]:
         parts = urlsplit(address.url)

@@ -18,11 +18,10 @@ from gateway.fleet.engines.engine import Drained
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import DRAINED_ENGINES_KEY
 
 log = logging.getLogger(__name__)
 
-# Hash of drains by the engine's URL. It has no lifetime: a drain lasts until it is ended.
-KEY = "loraplex:drained-engines"
 POLL_SECONDS = 0.5
 
 
@@ -39,18 +38,18 @@ class Drains:
     async def drain(self, url: str, actor: str) -> Drained:
         """Drain an engine; a repetition keeps the first time. actor: id of the operator's key. Raises Unavailable."""
         drained = Drained(by=actor, at=datetime.now(UTC))
-        await self._write(self._redis.hsetnx(KEY, url, msgspec.json.encode(drained)))
+        await self._write(self._redis.hsetnx(DRAINED_ENGINES_KEY, url, msgspec.json.encode(drained)))
         return self._registry.drained.get(url, drained)
 
     async def resume(self, url: str) -> bool:
         """End an engine's drain. Returns whether it was drained. Raises Unavailable."""
-        return bool(await self._write(self._redis.hdel(KEY, url)))
+        return bool(await self._write(self._redis.hdel(DRAINED_ENGINES_KEY, url)))
 
     async def read(self) -> bool:
         """Apply the present drains. Returns False while Redis is away."""
         try:
             async with deadline(self._timeout):
-                found = await self._redis.hgetall(KEY)
+                found = await self._redis.hgetall(DRAINED_ENGINES_KEY)
         except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "the last known drains apply")
             return False

@@ -5,7 +5,6 @@ engine is remembered; all processes share the reports of deaths.
 """
 
 import asyncio
-import hashlib
 import logging
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any
 
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import kept_engine_key
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class KeptEngine:
         self._known_at = -math.inf
         self._redis = redis
         self._change = redis.register_script(CHANGE)
-        self._key = f"loraplex:kept:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}"
+        self._key = kept_engine_key(deployment)
         self._is_needed = is_needed
         self._outage = Outage(log, "keeping an engine for a suspected request")
 

@@ -5,7 +5,6 @@ so that each knows which ones have not yet reported their tenants.
 """
 
 import asyncio
-import hashlib
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from redis.exceptions import ResponseError
 from gateway.fleet.engines.suspects import OrphanedRequests, Suspect
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import deaths_key, deaths_processes_key
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,8 @@ class SharedDeaths:
     def __init__(self, redis: Any, deployment: str) -> None:
         self._redis = redis
         self._add, self._read = redis.register_script(ADD), redis.register_script(READ)
-        deployment = hashlib.sha256(deployment.encode()).hexdigest()[:16]
-        self._key = f"loraplex:deaths:{deployment}"
-        # In a cluster, both keys are in one slot.
-        self._alive = f"{{{self._key}}}:processes"
+        self._key = deaths_key(deployment)
+        self._alive = deaths_processes_key(deployment)
         self.process = os.urandom(8).hex()
         self.processes = {self.process}
         self._last = b"0"

@@ -5,7 +5,6 @@ of the set is a digest and a tenant's id.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import adapter_uses_key
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +96,11 @@ class RecentUses:
         news = {member: now - at for member, at in own.items() if at > reported.get(member, 0.0)}
         if self._script is None:
             return {}
-        key = f"loraplex:adapter-uses:{hashlib.sha256(engine_url.encode()).hexdigest()[:16]}"
         try:
             async with asyncio.timeout(self._timeout):
                 found = await self._script(
-                    keys=[key], args=[KEEP_SECONDS, *(part for use in news.items() for part in use)]
+                    keys=[adapter_uses_key(engine_url)],
+                    args=[KEEP_SECONDS, *(part for use in news.items() for part in use)],
                 )
         except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "each process knows only its own uses")

@@ -4,7 +4,6 @@ Each process adds its own service and reads the sums, so that a tenant has one s
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from gateway.fleet.queueing.service_counters import ServiceCounters
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import service_keys
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +39,7 @@ class SharedService:
     def __init__(self, redis: Any, deployment: str, counters: ServiceCounters) -> None:
         script = resources.files("gateway.fleet.queueing").joinpath(SCRIPT).read_text("utf-8")
         self._script = redis.register_script(script)
-        # The keys share a hash tag, because in a Redis Cluster all keys of a script must be on one node.
-        tag = f"loraplex:{{service:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}}}"
-        self._keys = [f"{tag}:{name}" for name in ("active", "presences", "idle", "processes", "weights")]
+        self._keys = service_keys(deployment)
         self._process = os.urandom(8).hex()
         self._counters = counters
         self._outage = Outage(log, "the exchange of the tenants' service")

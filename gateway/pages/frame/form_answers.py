@@ -27,6 +27,7 @@ from gateway.pages.frame.errors import TEMPORARY
 from gateway.pages.frame.frame import HEADERS, SHOWN_ONCE
 from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import form_answers_prefix
 
 KEPT_SECONDS = 3600
 # Life of an answer with a secret, which the browser fetches at once.
@@ -145,7 +146,7 @@ class FormAnswers:
     def _owner(self, visitor: Visitor) -> str:
         """Return the beginning of the keys in Redis. A tenant's people share its places."""
         owner = visitor.subject if visitor.tenant is None else f"tenant {visitor.tenant.id}"
-        return f"loraplex:answers:{self._keyed_hash('form-answers', owner)[:32]}"
+        return form_answers_prefix(self._keyed_hash("form-answers", owner)[:32])
 
     def _cipher(self, request: web.Request) -> AESGCM:
         return AESGCM(bytes.fromhex(self._keyed_hash("form-answer", request.cookies[COOKIE])))

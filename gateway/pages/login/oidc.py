@@ -20,6 +20,7 @@ from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailab
 from gateway.pages.login.login import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import oidc_state_key
 from wire.error_codes import TENANT_SUSPENDED
 
 STATE_COOKIE = "loraplex_oidc"
@@ -164,7 +165,7 @@ class OidcPages:
         if has_room := len(self._used) < MAX_USED:
             self._used[kept.state] = kept.until
         try:
-            return bool(await self._redis.set(f"loraplex:oidc:{kept.state}", "1", nx=True, ex=STATE_SECONDS))
+            return bool(await self._redis.set(oidc_state_key(kept.state), "1", nx=True, ex=STATE_SECONDS))
         except REDIS_ERRORS:
             return has_room
 

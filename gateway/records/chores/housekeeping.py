@@ -14,11 +14,11 @@ from typing import Any
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.keys import HOUSEKEEPING_KEY
 from gateway.redis.sweeps import Client, is_first
 
 log = logging.getLogger(__name__)
 
-TURN = "loraplex:housekeeping"
 EVERY_SECONDS = 3600.0
 # Pause between two attempts of a process to get the turn.
 ASK_SECONDS = 60.0
@@ -67,7 +67,7 @@ class Housekeeping:
 
     async def _is_on_time(self) -> bool:
         """Return whether this process's clock agrees with Redis'. Without an answer it counts as wrong."""
-        answer = await self._ask(self._redis.execute_command("EVAL", TIME, 1, TURN))
+        answer = await self._ask(self._redis.execute_command("EVAL", TIME, 1, HOUSEKEEPING_KEY))
         if answer is None:
             return False
         ahead = datetime.now(UTC).timestamp() - int(answer[0])
@@ -91,7 +91,7 @@ class Housekeeping:
             )
 
     async def _is_elected(self) -> bool:
-        return bool(await self._ask(is_first(self._redis, TURN, EVERY_SECONDS)))
+        return bool(await self._ask(is_first(self._redis, HOUSEKEEPING_KEY, EVERY_SECONDS)))
 
     async def _ask(self, call: Awaitable[Any]) -> Any:
         """Return the result of a call to Redis, None if Redis is unreachable."""

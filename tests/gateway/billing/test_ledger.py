@@ -15,10 +15,11 @@ from sqlalchemy import func, select, text
 from gateway.billing import ledger as ledger_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.stream import UsageStream, stream_key
+from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage, usage_rejected
+from gateway.redis.keys import usage_key
 from gateway.redis.sweeps import register
 from gateway.usage_row import UsageRow, encode
 from testing.gateway.rows import row
@@ -53,7 +54,7 @@ async def running(ledger: Ledger) -> AsyncIterator[Ledger]:
 async def add(redis: Redis, of: UsageRow, entry_id: str = "*") -> bytes:
     """Add an event to the stream as the quota's script does."""
     await register(redis, [of.tenant_id])
-    return await redis.xadd(stream_key(of.tenant_id), {"event": encode(of)}, id=entry_id)
+    return await redis.xadd(usage_key(of.tenant_id), {"event": encode(of)}, id=entry_id)
 
 
 async def count(database: Database) -> int:
@@ -72,7 +73,7 @@ async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database
         await until(lambda: is_count(database, 700), PATIENCE)
 
         async def are_deleted() -> bool:
-            return [await redis.xlen(stream_key(f"t{i}")) for i in range(3)] == [0, 0, 0]
+            return [await redis.xlen(usage_key(f"t{i}")) for i in range(3)] == [0, 0, 0]
 
         # Entries are deleted after the commit of their rows.
         await until(are_deleted, PATIENCE)
@@ -86,8 +87,8 @@ async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
     await UsageWriter(database).write([row("r0")])
     for i in range(600):
         await add(redis, row(f"r{i}"), f"1-{i + 1}")
-    await redis.xadd(stream_key("t1"), {"event": b"poison"}, id="1-601")
-    await redis.xadd(stream_key("t1"), {"other": b""}, id="1-602")
+    await redis.xadd(usage_key("t1"), {"event": b"poison"}, id="1-601")
+    await redis.xadd(usage_key("t1"), {"other": b""}, id="1-602")
     async with running(make_ledger(database, redis, tmp_path)):
         await until(lambda: is_empty(redis), PATIENCE)
     assert await count(database) == 600
@@ -96,7 +97,7 @@ async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
 
 
 async def is_empty(redis: Redis) -> bool:
-    return await redis.xlen(stream_key("t1")) == 0
+    return await redis.xlen(usage_key("t1")) == 0
 
 
 async def test_two_ledgers_share_what_was_left_behind(migrated_postgres_url: str, redis: Redis, tmp_path: Path):

@@ -13,9 +13,10 @@ from gateway.billing import ledger as ledger_module
 from gateway.billing import stream as stream_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.stream import BACKLOG_OF_TENANTS, UsageStream, stream_key
+from gateway.billing.stream import UsageStream
 from gateway.errors import Unavailable
 from gateway.records.sql.database import Database
+from gateway.redis.keys import USAGE_BACKLOG_OF_TENANTS_KEY, usage_key
 from gateway.redis.sweeps import register
 from gateway.usage_row import encode
 from testing.gateway.rows import row
@@ -56,7 +57,7 @@ async def add(redis: Redis, tenant_id: str, count: int) -> None:
     await register(redis, [tenant_id])
     for number in range(count):
         event = encode(row(f"{tenant_id}-{number}", tenant_id=tenant_id))
-        await redis.xadd(stream_key(tenant_id), {"event": event}, id=f"1-{number + 1}")
+        await redis.xadd(usage_key(tenant_id), {"event": event}, id=f"1-{number + 1}")
 
 
 async def survey(ledgers: list[Ledger], redis: Redis) -> None:
@@ -78,7 +79,7 @@ async def test_while_sql_is_away_a_tenant_fills_half_of_the_queue_and_the_next_o
     await add(redis, "greedy", MAX_ROWS // 2 - 1)
     await survey(ledgers, redis)
     assert admitted(ledgers) == [{"greedy", "a", "b"}] * 2
-    await redis.delete(stream_key("greedy"))
+    await redis.delete(usage_key("greedy"))
     await add(redis, "greedy", MAX_ROWS // 2)
     await survey(ledgers, redis)
     assert admitted(ledgers) == [{"a", "b"}] * 2
@@ -115,7 +116,7 @@ async def test_the_tenants_with_the_most_rows_are_published(
     await survey(ledgers, redis)
     assert await UsageStream(redis, 30.0).backlog() == (64, {"greedy": 60, "a": 3})
     # A gateway of the previous release that has the turn publishes no numbers of tenants.
-    await redis.delete(BACKLOG_OF_TENANTS)
+    await redis.delete(USAGE_BACKLOG_OF_TENANTS_KEY)
     await ledgers[1]._sweep()
     assert admitted([ledgers[1]]) == [{"greedy", "a", "b"}]
 

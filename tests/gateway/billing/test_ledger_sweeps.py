@@ -11,11 +11,18 @@ from redis.asyncio import Redis
 from gateway.billing import ledger as ledger_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.stream import SWEEPER, UsageStream, leases_key, stream_key
+from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
 from gateway.records.sql.database import Database
 from gateway.redis import sweeps
+from gateway.redis.keys import (
+    REGISTERED_TENANTS_BEFORE_KEY,
+    REGISTERED_TENANTS_KEY,
+    USAGE_SWEEPER_KEY,
+    leases_key,
+    usage_key,
+)
 from gateway.usage_row import encode
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
@@ -45,11 +52,11 @@ async def add_tenants(redis: Redis, count: int) -> list[str]:
 async def make_old(redis: Redis, *tenant_ids: str) -> None:
     """Set these registrations to before the retention time of an idle tenant."""
     long_ago = (time.time() - sweeps.IDLE_SECONDS - 60) * 1000
-    await redis.zadd(sweeps.TENANTS, dict.fromkeys(tenant_ids, int(long_ago)))
+    await redis.zadd(REGISTERED_TENANTS_KEY, dict.fromkeys(tenant_ids, int(long_ago)))
 
 
 async def registered(redis: Redis) -> set[str]:
-    return {tenant_id.decode() for tenant_id in await redis.zrange(sweeps.TENANTS, 0, -1)}
+    return {tenant_id.decode() for tenant_id in await redis.zrange(REGISTERED_TENANTS_KEY, 0, -1)}
 
 
 async def survey(stream: UsageStream) -> dict[str, int]:
@@ -63,7 +70,7 @@ async def calls(redis: Redis) -> dict[str, int]:
 async def test_of_eight_gateways_one_counts_a_thousand_tenants(redis: Redis, ledgers: list[Ledger]):
     ids = await add_tenants(redis, 1000)
     for number in range(120):
-        await redis.xadd(stream_key(ids[number]), {"event": encode(row(f"r{number}", tenant_id=ids[number]))})
+        await redis.xadd(usage_key(ids[number]), {"event": encode(row(f"r{number}", tenant_id=ids[number]))})
     before = await calls(redis)
     await asyncio.gather(*(ledger._sweep() for ledger in ledgers))
     after = await calls(redis)
@@ -81,7 +88,7 @@ async def test_of_eight_gateways_one_counts_a_thousand_tenants(redis: Redis, led
 
 async def test_pages_are_counted_under_deadlines_of_their_own(redis: Redis):
     ids = await add_tenants(redis, 2003)
-    await redis.xadd(stream_key(ids[-1]), {"event": b"x"})
+    await redis.xadd(usage_key(ids[-1]), {"event": b"x"})
     stream, longest = UsageStream(redis, 30.0), 0
     sent = redis.pipeline
 
@@ -108,13 +115,13 @@ async def test_a_tenant_is_forgotten_once_it_is_idle_and_has_nothing(redis: Redi
     ids = await add_tenants(redis, 6)
     fresh, idle, leased, filled, broken, again = ids
     await redis.zadd(leases_key(leased), {"r": -5})
-    await redis.xadd(stream_key(filled), {"event": b"x"})
-    await redis.set(stream_key(broken), "not of this kind")
+    await redis.xadd(usage_key(filled), {"event": b"x"})
+    await redis.set(usage_key(broken), "not of this kind")
     await make_old(redis, idle, leased, filled, broken)
     stream = UsageStream(redis, 30.0)
     assert await survey(stream) == {filled: 1}
     assert await registered(redis) == {fresh, leased, filled, broken, again}
-    await redis.delete(leases_key(leased), stream_key(filled))
+    await redis.delete(leases_key(leased), usage_key(filled))
     await survey(stream)
     assert await registered(redis) == {fresh, broken, again}
 
@@ -160,7 +167,7 @@ async def test_a_request_that_is_settled_between_the_two_looks_is_not_lost(redis
 async def test_a_gateway_registers_a_tenant_again_while_it_is_in_use(redis: Redis, monkeypatch: pytest.MonkeyPatch):
     who, quota = principal(), Quota(redis, 30.0, 600)
     await take(quota, who)
-    await redis.delete(sweeps.TENANTS)
+    await redis.delete(REGISTERED_TENANTS_KEY)
     await take(quota, who)
     assert await registered(redis) == set()
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 0.0)
@@ -168,7 +175,7 @@ async def test_a_gateway_registers_a_tenant_again_while_it_is_in_use(redis: Redi
     assert await registered(redis) == {who.tenant.id}
     # Registrations from before the outage of Redis do not count.
     monkeypatch.setattr(sweeps, "REGISTER_SECONDS", 60.0)
-    await redis.delete(sweeps.TENANTS)
+    await redis.delete(REGISTERED_TENANTS_KEY)
     quota._store._answers_since = time.monotonic()
     await take(quota, who)
     assert await registered(redis) == {who.tenant.id}
@@ -190,21 +197,21 @@ async def test_tenants_of_the_release_before_are_taken_over(
     """Gateways of the previous release register a tenant once: it is kept for longer, and its usage is written."""
     monkeypatch.setattr(ledger_module, "LEFT_BEHIND_SECONDS", 0.0)
     ids = [f"t{i}" for i in range(sweeps.PAGE + 20)]
-    await redis.sadd(sweeps.TENANTS_BEFORE, *ids)
-    await redis.xadd(stream_key(ids[7]), {"event": encode(row("r", tenant_id=ids[7]))}, id="1-1")
+    await redis.sadd(REGISTERED_TENANTS_BEFORE_KEY, *ids)
+    await redis.xadd(usage_key(ids[7]), {"event": encode(row("r", tenant_id=ids[7]))}, id="1-1")
     await ledgers[0]._sweep()
     assert await registered(redis) == set(ids)
-    assert not await redis.exists(sweeps.TENANTS_BEFORE)
-    assert await redis.zscore(sweeps.TENANTS, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
-    assert await redis.xlen(stream_key(ids[7])) == 0
+    assert not await redis.exists(REGISTERED_TENANTS_BEFORE_KEY)
+    assert await redis.zscore(REGISTERED_TENANTS_KEY, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
+    assert await redis.xlen(usage_key(ids[7])) == 0
     # A gateway of this release registers it, and does not shorten its time.
     await sweeps.register(redis, [ids[0]])
-    assert await redis.zscore(sweeps.TENANTS, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
+    assert await redis.zscore(REGISTERED_TENANTS_KEY, ids[0]) > (time.time() + sweeps.BEFORE_SECONDS / 2) * 1000
 
 
 async def test_another_gateway_sweeps_once_the_one_that_did_is_gone(redis: Redis, ledgers: list[Ledger]):
     assert await ledgers[0]._sweep() is True
     assert await ledgers[1]._sweep() is False
-    assert 0 < await redis.pttl(SWEEPER) <= ledger_module.SWEEP_SECONDS * 1000
-    await redis.delete(SWEEPER)
+    assert 0 < await redis.pttl(USAGE_SWEEPER_KEY) <= ledger_module.SWEEP_SECONDS * 1000
+    await redis.delete(USAGE_SWEEPER_KEY)
     assert await ledgers[1]._sweep() is True

@@ -10,9 +10,9 @@ from gateway.quota import script
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.quota.store import KEYS
 from gateway.quota.usage_backfill import UNKNOWN
 from gateway.records.money.prices import Price
+from gateway.redis.keys import quota_keys
 
 SOURCE = script.source()
 CLOCK = "redis.call('TIME')"
@@ -44,8 +44,7 @@ class Script:
         self._call = client.register_script(
             SOURCE.replace(CLOCK, "{ARGV[#ARGV - 1], ARGV[#ARGV]}; ARGV[#ARGV] = nil; ARGV[#ARGV] = nil")
         )
-        tag = f"loraplex:{{{uuid.uuid4().hex}}}:"
-        self.keys = [tag + part for part in KEYS]
+        self.keys = quota_keys(uuid.uuid4().hex)
         self.now = START
 
     def call(self, *arguments: Any) -> Any:

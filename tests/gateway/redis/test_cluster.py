@@ -12,7 +12,7 @@ from sqlalchemy import func, select
 from gateway.billing import ledger as ledger_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.stream import UsageStream, stream_key
+from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
 from gateway.quota.demand import Need
@@ -20,6 +20,7 @@ from gateway.quota.quota import Quota
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
 from gateway.redis.client import Client, connect
+from gateway.redis.keys import usage_key
 from gateway.redis.sweeps import register
 from gateway.usage_row import encode
 from testing.gateway.cluster import Cluster, valkey_cluster
@@ -57,8 +58,8 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
         for i in range(EACH):
             event = encode(row(f"{tenant_id}-{i}", tenant_id=tenant_id))
             # Old enough to count as left behind.
-            await redis.xadd(stream_key(tenant_id), {"event": event}, id=f"1-{i + 1}")
-    while not cluster.first_has(stream_key(tenant_id := uuid.uuid4().hex)):
+            await redis.xadd(usage_key(tenant_id), {"event": event}, id=f"1-{i + 1}")
+    while not cluster.first_has(usage_key(tenant_id := uuid.uuid4().hex)):
         pass
     quota = Quota(redis, timeout=5.0, lease_seconds=600)
     who = principal(tenant_id=tenant_id, tenant={"max_concurrent": 1})

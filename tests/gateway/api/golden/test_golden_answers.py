@@ -15,6 +15,7 @@ from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
 from gateway.fleet.engines.engine import Address, Condition, EngineRecord, Health
 from gateway.records.adapters import golden
 from gateway.redis.client import connect
+from gateway.redis.keys import GOLDEN_KEY, golden_rest_key
 from gateway.redis.sweeps import is_first
 from loraplex.cli import main
 from testing.adapter_files import upload_form
@@ -233,7 +234,7 @@ async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
     redis = connect(redis_url, timeout=10.0)
 
     async def resting() -> set[bytes]:
-        return {key async for key in redis.scan_iter(match=f"{upgrades.TURN}:*")}
+        return {key async for key in redis.scan_iter(match=golden_rest_key("*"))}
 
     of_other_tests = await resting()
     async with running(of[0]) as gateway, running(of[1]):
@@ -257,7 +258,7 @@ async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
         # Both gateways search some ten times.
         await asyncio.sleep(0.3)
         assert len(upstream.requests) == 5, "one gateway asks one prompt at a time"
-        assert await redis.pttl(upgrades.TURN) > 1000 * upgrades.CHECK_SECONDS, "a turn outlasts its check"
+        assert await redis.pttl(GOLDEN_KEY) > 1000 * upgrades.CHECK_SECONDS, "a turn outlasts its check"
         upstream.holds = False
         await until(checked(2, "1.1"))
         assert len(upstream.requests) == 8, "no prompt is asked twice"
@@ -273,7 +274,7 @@ async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
         await until(checked(2, "1.2"))
 
         # A gateway takes the turn and dies in the middle. No gateway checks until its turn's lifetime is over.
-        await until(lambda: is_first(redis, upgrades.TURN, 8.0))
+        await until(lambda: is_first(redis, GOLDEN_KEY, 8.0))
         await redis.delete(*rests)
         upstream.version = "1.3"
         await asyncio.sleep(0.3)

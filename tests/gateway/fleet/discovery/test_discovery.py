@@ -10,12 +10,13 @@ from redis.asyncio import Redis
 
 from gateway.fleet.discovery.addresses import parse_address
 from gateway.fleet.discovery.base_engines import EXACT, capacity_of
-from gateway.fleet.discovery.discovery import ANNOUNCEMENTS, Announcements, Discovery
+from gateway.fleet.discovery.discovery import Announcements, Discovery
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, Breaker, Sent
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.records.bases.base import FIRST
+from gateway.redis.keys import ANNOUNCED_ENGINES_KEY
 from gateway.settings import SettingsError
 from testing.gateway.running import settings, until
 
@@ -82,7 +83,7 @@ def test_settings_name_what_is_wrong_and_show_no_secret(tmp_path: Path, model_di
 
 async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(redis_url: str):
     async with Redis.from_url(redis_url) as redis:
-        await redis.delete(ANNOUNCEMENTS)
+        await redis.delete(ANNOUNCED_ENGINES_KEY)
         one, other = Announcements(redis, 5.0), Announcements(redis, 5.0)
         discovery = Discovery([Address("http://fixed:1")], other)
         await one.announce("http://a:1")
@@ -97,7 +98,7 @@ async def test_announced_engines_are_seen_by_all_until_they_go_or_fall_silent(re
         assert await one.all() == ["vllm+http://b:1?adapters=3"]
         # Its last announcement was an hour ago, by Redis' clock.
         seconds, _ = await redis.time()
-        await redis.zadd(ANNOUNCEMENTS, {"vllm+http://b:1?adapters=3": seconds - 3600})
+        await redis.zadd(ANNOUNCED_ENGINES_KEY, {"vllm+http://b:1?adapters=3": seconds - 3600})
         assert await one.all() == []
         assert await discovery() == [Address("http://fixed:1")]
 

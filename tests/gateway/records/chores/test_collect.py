@@ -16,8 +16,9 @@ from gateway.api import deployment_status
 from gateway.errors import Unavailable
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.chores import housekeeping
-from gateway.records.chores.housekeeping import TURN, Housekeeping
+from gateway.records.chores.housekeeping import Housekeeping
 from gateway.redis.client import connect
+from gateway.redis.keys import HOUSEKEEPING_KEY
 from testing.gateway.running import Gateway, change_database, until
 from tests.gateway.api.adapters.test_adapters import files, push
 
@@ -143,7 +144,7 @@ async def test_a_gateway_collects_by_itself(
         assert (await acme.call("DELETE", "/v1/adapters/a")).status == 200
         await make_old(tmp_path)
         redis = connect(redis_url, timeout=10.0)
-        await redis.delete(TURN)
+        await redis.delete(HOUSEKEEPING_KEY)
         await redis.aclose()
 
         async def collected() -> bool:
@@ -162,7 +163,7 @@ async def test_a_gateway_with_another_database_removes_only_that_databases_adapt
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 0.1)
     redis = connect(redis_url, timeout=10.0)
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     # `serve` copies an empty database over the former one.
     async with serve() as gateway:
         other = await gateway.tenant("other")
@@ -182,7 +183,7 @@ async def test_a_gateway_with_another_database_removes_only_that_databases_adapt
         assert (await gateway.admin.post(f"{COLLECT}?dry_run=true")).json["removed"] == 3
         assert (await gateway.admin.post(COLLECT)).json["removed"] == 3
         assert stored(tmp_path) == {own}
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     await redis.aclose()
 
 
@@ -191,7 +192,7 @@ async def test_deletions_that_the_database_remembers_are_collected_whatever_thei
 ):
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.2)
     redis = connect(redis_url, timeout=10.0)
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     async with serve() as gateway:
         acme, gone = await gateway.tenant("acme"), await gateway.tenant("gone")
         for number in range(4):
@@ -202,13 +203,13 @@ async def test_deletions_that_the_database_remembers_are_collected_whatever_thei
             assert (await acme.call("DELETE", f"/v1/adapters/a{number}")).status == 200
         assert (await gateway.admin.call("DELETE", "/admin/api/tenants/gone")).status == 200
         await make_old(tmp_path)
-        await redis.delete(TURN)
+        await redis.delete(HOUSEKEEPING_KEY)
 
         async def is_empty() -> bool:
             return not stored(tmp_path)
 
         await until(is_empty)
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     await redis.aclose()
 
 
@@ -217,7 +218,7 @@ async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: p
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
     monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 1.0)
     redis = connect(redis_url, timeout=10.0)
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     done: list[int] = []
 
     async def fail() -> None:
@@ -241,5 +242,5 @@ async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: p
     await asyncio.wait(tasks)
     assert time.monotonic() - started >= 1.0
     assert len(done) == 2
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     await redis.aclose()

@@ -10,11 +10,12 @@ from sqlalchemy import func, select
 
 from gateway.billing.writer import UsageWriter
 from gateway.records.chores import housekeeping, retention
-from gateway.records.chores.housekeeping import TURN, Housekeeping
+from gateway.records.chores.housekeeping import Housekeeping
 from gateway.records.chores.retention import Retention
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
 from gateway.redis.client import Client
+from gateway.redis.keys import HOUSEKEEPING_KEY
 from testing.gateway.clocks import clock_ahead
 from testing.gateway.rows import row
 from testing.gateway.running import until
@@ -34,7 +35,7 @@ async def test_a_machine_whose_clock_is_ahead_removes_no_usage_row(
     now = datetime.now(UTC)
     await UsageWriter(database).write([row(f"r{i}", created_at=now - timedelta(days=40 * i)) for i in range(5)])
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
-    await redis.delete(TURN)
+    await redis.delete(HOUSEKEEPING_KEY)
     store = Retention(database)
     chores = Housekeeping(redis, 30.0, {"usage rows removed": lambda: store.prune_usage(KEPT)})
 
@@ -67,7 +68,7 @@ async def test_a_machine_whose_clock_is_ahead_removes_no_usage_row(
     finally:
         task.cancel()
         await asyncio.wait([task])
-        await redis.delete(TURN)
+        await redis.delete(HOUSEKEEPING_KEY)
 
 
 async def test_a_clock_that_stays_wrong_is_logged_again_by_one_process(
