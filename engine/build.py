@@ -32,7 +32,7 @@ from engine.memory import (
 from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
 from engine.model.families import load_decoder, parse_model_config
-from engine.progress import CAPTURING, WARMING, Progress
+from engine.progress import CAPTURING, WARMING, StartProgress
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
 from engine.scheduling.proposer import Proposer
@@ -68,7 +68,7 @@ class Parts:
     proposer: Proposer | None
 
 
-def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Parts:
+def build(config: EngineConfig, host_cache: HostCache, progress: StartProgress) -> Parts:
     """Load the model and reserve the memory. Raises ConfigError for a configuration that cannot be served."""
     path = Path(config.model)
     raw_config = read_config(path)
@@ -141,7 +141,7 @@ class Loaded:
 
 
 def _load_decoder(
-    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: Progress
+    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: StartProgress
 ) -> Loaded:
     decoder = _open_decoder(config, model, device, context, progress)
 
@@ -156,7 +156,7 @@ def _load_decoder(
 
 
 def _open_decoder(
-    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: Progress
+    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: StartProgress
 ) -> Decoder:
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
@@ -170,7 +170,7 @@ def _load_draft(
     device: torch.device,
     base: RunnerLimits,
     sizes: BatchSizes,
-    progress: Progress,
+    progress: StartProgress,
 ) -> Draft:
     """Load the draft model. config, model: its own, see `find_draft`. base: sizes of the base model's runner."""
     context = min(base.max_model_len, model.max_position_embeddings)

@@ -21,7 +21,7 @@ from engine.build import build, kv_bytes_per_token, resolve_dtypes
 from engine.config import EngineConfig
 from engine.execution.runner import StepTokens, tokens_by_request
 from engine.memory import most_prompt_logits
-from engine.progress import Progress
+from engine.progress import StartProgress
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.launch_timer import LaunchTimer
@@ -69,7 +69,7 @@ class Engine:
     host_cache: source of adapters; it outlives the engine and is closed by its owner.
     """
 
-    def __init__(self, config: EngineConfig, host_cache: HostCache, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, host_cache: HostCache, progress: StartProgress | None = None) -> None:
         parts = build(config, host_cache, progress or (lambda *_: None))
         self.config = config
         self.model_config = parts.model

@@ -14,7 +14,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.http.access import is_loopback
 from engine.http.announcing import announcing
 from engine.http.app import Server, listening
-from engine.progress import Progress
+from engine.progress import StartProgress
 from wire.errors import ConfigError
 from wire.event_loop import loop_factory, shorten_lock_waits
 from wire.garbage import collect_as_usual
@@ -34,7 +34,7 @@ async def serve(
     host: str,
     port: int,
     ready: Callable[[int], None],
-    progress: Progress | None,
+    progress: StartProgress | None,
     announce: Callable[[int], AbstractAsyncContextManager[None]],
 ) -> int:
     """Serve until SIGTERM, SIGINT or the engine's failure, and return the exit code.
@@ -96,7 +96,7 @@ def run(
     server_config: ServerConfig,
     *,
     ready: Callable[[int], None] | None = None,
-    progress: Progress | None = None,
+    progress: StartProgress | None = None,
 ) -> int:
     """Run `loraplex engine` and return its exit code.
 

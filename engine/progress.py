@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-Progress = Callable[[str, int, int], None]
+StartProgress = Callable[[str, int, int], None]
 """Called with the phase, how much of it is done, and how much there is: bytes while loading, else steps."""
 
 LOADING, CAPTURING, WARMING = "loading weights", "capturing CUDA graphs", "warming up"

@@ -16,7 +16,7 @@ from adapters.tiers.tier_state import LoadResult
 from engine.core import messages
 from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
 from engine.errors import FAILED, EngineFailed, EngineUnavailable
-from engine.progress import Progress
+from engine.progress import StartProgress
 from engine.scheduling.request import NewRequest, RequestOutput
 from engine.state import EngineFacts
 from wire.mixtures import Mixture
@@ -79,7 +79,7 @@ class Core:
         self,
         *,
         load_ended: Callable[[LoadResult, float], object] = lambda *_: None,
-        progress: Progress = lambda *_: None,
+        progress: StartProgress = lambda *_: None,
     ) -> None:
         """load_ended: called with each load into host memory: its result and seconds."""
         self._load_ended, self._progress = load_ended, progress

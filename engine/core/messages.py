@@ -292,7 +292,7 @@ class AdapterLoaded(Message):
 
 
 class Loading(Message):
-    """The model's load has advanced; see `engine.progress.Progress`."""
+    """The model's load has advanced; see `engine.progress.StartProgress`."""
 
     phase: str
     done: int

@@ -165,7 +165,7 @@ class _Kept(NamedTuple):
     part: _Part
 
 
-class Planner:
+class LayoutBuilder:
     """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written. The other
     arrays are kept for the next step of the same streams.
 

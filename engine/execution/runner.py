@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.graphs import GraphSizes, StepGraphs
-from engine.execution.layout import Layout, Places, Planner, PromptRows, make_batch
+from engine.execution.layout import Layout, LayoutBuilder, Places, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
 from engine.execution.seats import AllowedTable, DrawTable, Row, TokenTable
 from engine.execution.transfer import Download, upload
@@ -125,7 +125,7 @@ class StepRunner(Protocol):
 
 
 class AdapterTables(LoraTables, Protocol):
-    """Tables of a runner's adapters: the device pool, or none. slot_digests: see `Planner`."""
+    """Tables of a runner's adapters: the device pool, or none. slot_digests: see `LayoutBuilder`."""
 
     @property
     def slot_digests(self) -> list[str]: ...
@@ -169,7 +169,7 @@ class Runner:
         decoder.attach(kv, adapters)
         max_blocks = -(-limits.max_model_len // block_size)
         self._adapters, self._block_size = adapters, block_size
-        self._planner = Planner(max_num_seqs, max_blocks, adapters.slot_digests)
+        self._layout_builder = LayoutBuilder(max_num_seqs, max_blocks, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         is_host = platform_of(device).is_host
         self._seats = Seats(
@@ -195,7 +195,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, plan: Plan) -> Launched:
         """Launch the computation of the plan's tokens."""
-        layout = self._planner.lay_out(plan)
+        layout = self._layout_builder.lay_out(plan)
         logits = self.graphs.run(layout) if self.graphs is not None else None
         if logits is None:
             logits = self.decoder.forward(make_batch(layout, self._block_size, self._last_tokens, self._adapters))

@@ -19,7 +19,7 @@ import torch
 from adapters.tiers.device_pool import AdapterPool
 from engine.config import StepTime
 from engine.execution.graphs import Shape, pack_fields
-from engine.execution.layout import Layout, Places, Planner
+from engine.execution.layout import Layout, LayoutBuilder, Places
 from engine.execution.runner import RunnerLimits
 from engine.execution.sampler import bans
 from engine.execution.seats import DrawTable
@@ -66,7 +66,7 @@ class SimulatedRunner:
         self._vocab_size, self._step_time = vocab_size, step_time
         self._slot_digests = adapters.slot_digests
         num_blocks = -(-limits.max_model_len // limits.block_size)
-        self._planner = Planner(limits.max_num_seqs, num_blocks, adapters.slot_digests)
+        self._layout_builder = LayoutBuilder(limits.max_num_seqs, num_blocks, adapters.slot_digests)
         self._max_num_seqs = limits.max_num_seqs
         self._draw_table = DrawTable(limits.max_num_seqs)
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
@@ -76,7 +76,7 @@ class SimulatedRunner:
 
     def forward(self, plan: Plan) -> Pass:
         """Launch a step."""
-        layout = self._planner.lay_out(plan)
+        layout = self._layout_builder.lay_out(plan)
         num_tokens, step_time = len(layout.token_ids), self._step_time
         if layout.new_blocks.size:
             upload(DEVICE, [layout.new_blocks])

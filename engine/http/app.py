@@ -39,7 +39,7 @@ from engine.http.trusted_headers import read_caller
 from engine.metrics.metrics import Metrics
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import Prober
-from engine.progress import Progress, describe
+from engine.progress import StartProgress, describe
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from wire.errors import ConfigError
@@ -124,7 +124,7 @@ class Server:
         app.router.add_get("/openapi.json", self._describe)
         return app
 
-    async def start(self, progress: Progress | None = None) -> None:
+    async def start(self, progress: StartProgress | None = None) -> None:
         """Load tokenizer, model and named adapters. Raises ConfigError, TokenizerError or OSError."""
         try:
             self._usage_log = UsageLog(self._server_config.usage_log)
@@ -173,7 +173,7 @@ class Server:
             ServiceReports(),
         )
 
-    async def _load_core(self, progress: Progress | None) -> Core:
+    async def _load_core(self, progress: StartProgress | None) -> Core:
         """Start the core and load the model. Raises ConfigError or OSError."""
         server = self._server_config
         self._core = core = Core(
@@ -186,7 +186,7 @@ class Server:
         await core.load(link, load)
         return core
 
-    def _note_progress(self, progress: Progress | None, phase: str, done: int, total: int) -> None:
+    def _note_progress(self, progress: StartProgress | None, phase: str, done: int, total: int) -> None:
         self._phase = describe(phase, done, total)
         if progress is not None:
             progress(phase, done, total)

@@ -11,7 +11,7 @@ from engine.model import gemma, llama
 from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import ModelWeights, open_weights
-from engine.progress import Progress
+from engine.progress import StartProgress
 from kernels.ops import Ops
 from wire.errors import ConfigError
 from wire.json_values import as_json
@@ -57,7 +57,7 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
-    progress: Progress,
+    progress: StartProgress,
     quantization: str = "none",
 ) -> Decoder:
     """Load a decoder. path: a folder of safetensors, or a GGUF file. quantization: see `ModelWeights`."""

@@ -13,7 +13,7 @@ from engine.model.config import ModelConfig, read_config
 from engine.model.quantised.method import Method
 from engine.model.quantised.methods import read_method
 from engine.model.tensor_files import SafetensorsFile, WeightsFile, tensor_error
-from engine.progress import LOADING, Progress
+from engine.progress import LOADING, StartProgress
 from kernels import reference
 from kernels.dtypes import FILE_DTYPES
 from kernels.weights import DENSE, LinearWeights, Scheme, concatenated, dense, divided, round_to_int4, round_to_int8
@@ -36,7 +36,7 @@ class ModelWeights:
         files: list[WeightsFile],
         dtype: torch.dtype,
         device: torch.device,
-        progress: Progress | None = None,
+        progress: StartProgress | None = None,
         quantization: str = "none",
         method: Method | None = None,
         serves: Callable[[Scheme], bool] = lambda _: True,
@@ -175,7 +175,7 @@ def open_weights(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: StartProgress | None = None,
     quantization: str = "none",
     serves: Callable[[Scheme], bool] = lambda _: True,
 ) -> Iterator[ModelWeights]:

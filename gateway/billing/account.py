@@ -18,7 +18,15 @@ from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
-from gateway.fleet.calls.answers import Choice, Fields, Progress, Usage, decode_choices, decode_progress, read_usage
+from gateway.fleet.calls.answers import (
+    Choice,
+    Fields,
+    ReportedProgress,
+    Usage,
+    decode_choices,
+    decode_progress,
+    read_usage,
+)
 from gateway.fleet.calls.receipts import matches, served_digest
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.service_meter import Reported
@@ -247,7 +255,7 @@ class Account:
             base=self.base,
         )
 
-    def _count(self, counts: Usage | Progress) -> None:
+    def _count(self, counts: Usage | ReportedProgress) -> None:
         self.prompt_tokens = _int(counts.prompt_tokens, self.prompt_tokens)
         self.completion_tokens = _int(counts.completion_tokens, self.completion_tokens)
         self.cached_tokens = _int(counts.cached_tokens, self.cached_tokens)

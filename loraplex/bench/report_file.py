@@ -45,7 +45,7 @@ class TenantLoad(Struct, frozen=True):
     slo: Slo
 
 
-class Plan(Struct, frozen=True):
+class PlannedRequests(Struct, frozen=True):
     sha256: str
 
 
@@ -59,7 +59,7 @@ class LoadOfReport(Struct, frozen=True):
     timeout: float
     drain: float | None
     service: Service
-    plan: Plan
+    plan: PlannedRequests
     ignore_eos: bool | UnsetType = UNSET
     window: float | UnsetType | None = UNSET
     tenants: dict[str, TenantLoad] | UnsetType = UNSET

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from engine.progress import Progress, describe
+from engine.progress import StartProgress, describe
 
 if TYPE_CHECKING:
     from loraplex.up.demo_tenants import DemoTenant
@@ -31,13 +30,13 @@ QUESTION = "Why is the sky blue?"
 
 
 @contextmanager
-def start_progress() -> Iterator[Progress]:
+def start_progress() -> Iterator[StartProgress]:
     """Yield a function that shows the phases of an engine's start on stderr: bars on a terminal, else log lines."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield ProgressLog()
         return
-    bars = RichProgress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True)
+    bars = Progress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
     def show(phase: str, done: int, total: int) -> None:

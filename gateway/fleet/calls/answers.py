@@ -138,7 +138,7 @@ class Choice(msgspec.Struct):
         return bool(self.text or any(delta.get(name) for name in GENERATED))
 
 
-class Progress(msgspec.Struct):
+class ReportedProgress(msgspec.Struct):
     """The fields of our engine's `GenerationProgress`. A release may leave out each of them."""
 
     completion_tokens: Any = None
@@ -158,7 +158,7 @@ class Usage(NamedTuple):
 
 
 _choices = msgspec.json.Decoder(list[Choice] | None)
-_progress = msgspec.json.Decoder(Progress)
+_progress = msgspec.json.Decoder(ReportedProgress)
 
 
 async def read_answer(
@@ -338,7 +338,7 @@ def read_usage(fields: Fields) -> Usage | None:
     return Usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
-def decode_progress(fields: Fields) -> Progress | None:
+def decode_progress(fields: Fields) -> ReportedProgress | None:
     """Return the progress; None for an answer without it, as other engines send. Raises UpstreamFailed."""
     raw = fields.get("loraplex")
     if raw is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.execution.layout import Layout, Planner, rows_by_slot
+from engine.execution.layout import Layout, LayoutBuilder, rows_by_slot
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.scheduling.streams import StreamRows
@@ -25,30 +25,30 @@ def receipts(plan: Plan) -> dict[Request, tuple[str | None, bool]]:
     return {request: (request.served_digest, request.has_news) for request in plan}
 
 
-class CheckedPlanner:
-    """Compare each layout of an engine with its slow twin, that of a new planner which lays out each request by itself.
+class CheckedBuilder:
+    """Compare each layout of an engine with its slow twin, that of a new builder which lays out each request by itself.
     Count those with the seats of the layout before, and the others.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
-        self._lay_out, self._last = Planner.lay_out, np.empty(0)
+        self._lay_out, self._last = LayoutBuilder.lay_out, np.empty(0)
         self._device = np.full((8, 8), -1)  # the tables as a device has them: only changed entries arrive
 
-        def checked(planner: Planner, plan: Plan) -> Layout:
-            return self._checked(planner, plan)
+        def checked(builder: LayoutBuilder, plan: Plan) -> Layout:
+            return self._checked(builder, plan)
 
-        monkeypatch.setattr(Planner, "lay_out", checked)
+        monkeypatch.setattr(LayoutBuilder, "lay_out", checked)
 
-    def _checked(self, planner: Planner, plan: Plan) -> Layout:
-        self.planner = planner
-        # The twin records the same receipts, so they are taken back before the engine's own planner runs.
+    def _checked(self, builder: LayoutBuilder, plan: Plan) -> Layout:
+        self.builder = builder
+        # The twin records the same receipts, so they are taken back before the engine's own builder runs.
         before = receipts(plan)
-        twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), Plan(plan))  # without streams
+        twin = self._lay_out(LayoutBuilder(*self._device.shape, builder._slot_digests), Plan(plan))  # without streams
         expected_receipts = receipts(plan)
         for request in plan:
             request.served_digest, request.has_news = before[request]
-        layout = self._lay_out(planner, plan)
+        layout = self._lay_out(builder, plan)
         assert receipts(plan) == expected_receipts
         for name in {field.name for field in fields(Layout)} - {*TABLES}:
             found, expected = getattr(layout, name), getattr(twin, name)
@@ -82,7 +82,7 @@ def test_kept_arrays_are_those_of_a_new_layout(
     make_simulated: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Over arrivals, ends, aborts and preemptions of streams with and without adapters, logprobs and drafts."""
-    checked, chance = CheckedPlanner(monkeypatch), random.Random(1)
+    checked, chance = CheckedBuilder(monkeypatch), random.Random(1)
     engine, digests = make_simulated(**options)
     for digest in digests:  # load the adapters, so that the counts below do not depend on their arrival
         engine.add_request(NewRequest(digest, [1], SamplingParams(max_tokens=1), adapter_digest=digest))
@@ -112,7 +112,7 @@ def test_kept_arrays_are_those_of_a_new_layout(
 @pytest.mark.parametrize("change", ["streams", "adapter"])
 def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Other streams, another adapter in a slot."""
-    checked = CheckedPlanner(monkeypatch)
+    checked = CheckedBuilder(monkeypatch)
     engine, digests = make_simulated(async_scheduling=False)
     for i in (0, 1):  # load the adapters, so that the four requests start together
         params = SamplingParams(max_tokens=1)
@@ -133,7 +133,7 @@ def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.M
     else:
         digests_by_slot = [*engine.adapters.slot_digests]
         digests_by_slot[engine.scheduler.running[0].adapter_slot] = "0" * 64
-        checked.planner._slot_digests = digests_by_slot
+        checked.builder._slot_digests = digests_by_slot
     engine.step()
     if change == "adapter":
         assert engine.scheduler.running[0].served_digest == "mixed"
@@ -142,12 +142,12 @@ def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.M
 
 
 def test_a_plan_between_two_layouts_leaves_no_block_out() -> None:
-    planner, request = Planner(2, 4), Request(NewRequest("0", [1] * 9, SamplingParams()))
+    builder, request = LayoutBuilder(2, 4), Request(NewRequest("0", [1] * 9, SamplingParams()))
     request.seat, request.blocks, request.num_computed, request.num_pending = 1, [5], 9, 1
     for number, block in ((1, 5), (3, 6)):
         plan, seats = Plan({request: 1}), np.array([1])
         plan.streams = StreamRows([request], seats, np.array([10]), [request] if number == 1 else [], number)
-        layout = planner.lay_out(plan)
+        layout = builder.lay_out(plan)
         assert layout.tables[1].max() == layout.new_blocks[2].max() == block
         request.blocks.append(block + 1)
 
@@ -156,7 +156,7 @@ def test_a_stream_resumed_beside_streams_with_tokens_in_flight(
     make_simulated: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks of a preempted request are cached, so the first plan of its streams has one known token."""
-    checked = CheckedPlanner(monkeypatch)
+    checked = CheckedBuilder(monkeypatch)
     engine, _ = make_simulated(async_scheduling=True)
     for i in range(3):
         params = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -15,7 +15,7 @@ from gateway.fleet.calls import answers
 from gateway.fleet.calls.answers import (
     LARGE_BYTES,
     Fields,
-    Progress,
+    ReportedProgress,
     decode_field,
     decode_fields,
     decode_progress,
@@ -210,15 +210,15 @@ OWN_FIELDS = {"finds_adapters", "adapters_only", "reported"}
 
 
 def test_the_gateway_reads_only_fields_that_our_engine_sends():
-    assert set(Progress.__struct_fields__) <= set(GenerationProgress.__struct_fields__)
+    assert set(ReportedProgress.__struct_fields__) <= set(GenerationProgress.__struct_fields__)
     assert set(EngineState.__struct_fields__) - OWN_FIELDS <= set(EngineStateResponse.__struct_fields__)
 
 
 def test_progress_of_another_form_is_ignored_and_malformed_json_is_the_engines_failure():
-    def progress(text: bytes) -> Progress | None:
+    def progress(text: bytes) -> ReportedProgress | None:
         return decode_progress({"loraplex": Raw(text)})
 
-    assert progress(b'{"completion_tokens":3,"finish_reason":null}') == Progress(completion_tokens=3)
+    assert progress(b'{"completion_tokens":3,"finish_reason":null}') == ReportedProgress(completion_tokens=3)
     assert decode_progress({}) is None
     assert [progress(text) for text in (b"null", b"3", b"[]")] == [None] * 3
     with pytest.raises(UpstreamFailed, match="loraplex"):
