@@ -6,7 +6,7 @@ from testing.browser import Person, expect, faults, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway
 from tests.gateway.api.adapters.test_adapters import files, push
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOME = "/admin/tenants/acme/adapters/pirate"
 HOSTILE = '<img src=x onerror="window.stolen = 1"><script>window.stolen = 1</script>'

@@ -8,7 +8,7 @@ import pytest
 from testing.browser import expect, faults, person
 from testing.gateway.running import ADMIN_KEY, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STOP = "document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)"
 # Lets no frame come, as in a page of another tab, and no live update, which draws a chart too.

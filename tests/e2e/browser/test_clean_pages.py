@@ -15,7 +15,7 @@ from testing.gateway.upstream import Upstream
 from tests.e2e.browser.pages import pages_below, path_of
 from tests.e2e.browser.test_adapters import fill as push_adapters
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # Routes that a browser may open and that are not opened here, with the reason.
 NO_PAGES = {

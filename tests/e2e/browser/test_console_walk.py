@@ -10,7 +10,7 @@ from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import CONFIG, files, push
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ALL = ["inference", "adapters", "usage", "keys"]
 ADAPTER = "/console/adapters/pirate"

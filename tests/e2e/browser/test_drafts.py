@@ -9,7 +9,7 @@ from playwright.async_api import TimeoutError
 from testing.browser import Person, faults, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EDIT, PLAYGROUND = "/admin/tenants/acme/edit", "/admin/playground?tenant=acme"
 LIMIT, NOTE = "[name=requests_per_minute]", "main .banner:has-text('your draft')"

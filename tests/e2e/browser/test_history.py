@@ -9,7 +9,7 @@ import pytest
 from testing.browser import Person, expect, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 EDIT = "/admin/tenants/acme/edit"
 

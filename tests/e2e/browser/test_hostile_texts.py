@@ -16,7 +16,7 @@ from testing.gateway.upstream import Upstream
 from tests.e2e.browser.pages import pages_below, path_of
 from tests.gateway.api.adapters.test_adapters import CONFIG, files, push
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # Each would set `marked`, open a dialog or count, if a page took it for markup, for a script or for a template.
 HOSTILE = (

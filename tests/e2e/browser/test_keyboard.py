@@ -8,7 +8,7 @@ from testing.browser import Person, expect, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 from testing.gateway.upstream import Upstream
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def check_menu(who: Person, button: str, opened: str) -> None:

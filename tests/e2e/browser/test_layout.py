@@ -8,7 +8,7 @@ import pytest
 from testing.browser import person
 from testing.gateway.running import ADMIN_KEY, change_database, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 # Eight rows of this height fit the table's frame in a window of 900 px. Names of 64 characters need a line more.
 MAX_ROW_PX, MAX_LONG_ROW_PX = 84, 100

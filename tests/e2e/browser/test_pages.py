@@ -8,7 +8,7 @@ import pytest
 from testing.browser import expect, faults, person
 from testing.gateway.running import ADMIN_KEY, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_an_edit_is_shown_before_it_is_saved(gateway, browser):

@@ -8,7 +8,7 @@ from testing.browser import expect, person
 from testing.gateway.running import ADMIN_KEY, until
 from tests.gateway.api.adapters.test_adapters import files, push
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def prepared(gateway, upstream) -> str:

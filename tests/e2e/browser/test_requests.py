@@ -5,7 +5,7 @@ import pytest
 from testing.browser import expect, faults, person
 from testing.gateway.running import ADMIN_KEY, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

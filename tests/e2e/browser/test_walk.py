@@ -10,7 +10,7 @@ from testing.browser import Person, expect, person
 from testing.gateway.running import until
 from testing.stack import ROOT, Stack, http
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 PIRATE = ROOT / "examples/adapters/pirate"
 FILES = (PIRATE / "adapter_config.json", PIRATE / "adapter_model.safetensors")
 SECRET = re.compile(r"lpx_\w{20,}")
