@@ -56,7 +56,7 @@ def test_chat_streamed_equals_not_streamed(name: str, tenants: dict[str, Tenant]
             "model": model,
             "messages": [{"role": "user", "content": "What is a garden?"}],
             "temperature": 0,
-            "max_tokens": 24,
+            "max_tokens": 12,
         }
         whole = tenant.client.chat.completions.create(**ask)
         chunks = list(tenant.client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))

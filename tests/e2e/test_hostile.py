@@ -6,8 +6,9 @@ Latencies are not judged, because tests share their machine; the limit on stalls
 
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -27,11 +28,11 @@ def place(stack: Stack) -> Place:
     return of_stack(stack)
 
 
-@pytest.fixture
-def doubles(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Start a gateway before the engine doubles of a kind."""
-    with before_doubles(tmp_path, request.param) as place:
-        yield place
+@pytest.fixture(scope="module")
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Place]]:
+    """Return a function that returns a gateway before the engine doubles of a kind, started once for all attacks."""
+    with ExitStack() as exits:
+        yield cache(lambda kind: exits.enter_context(before_doubles(tmp_path_factory.mktemp(kind), kind)))
 
 
 async def attacked(name: str, place: Place, statuses: set[str]) -> set[str]:
@@ -74,14 +75,15 @@ async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuse
 
 
 @pytest.mark.parametrize(
-    ("doubles", "name", "statuses"),
+    ("kind", "name", "statuses"),
     [
         ("vllm", "vllm-fields", {"200", "400"}),
         ("vllm", "large-foreign-answers", {"200"}),
         ("vllm", "many-sequences", {"200", "400"}),
         ("redirecting", "redirects", {"200"}),
     ],
-    indirect=["doubles"],
 )
-async def test_an_engine_that_misbehaves_learns_nothing(name: str, statuses: set[str], doubles: Place):
-    await attacked(name, doubles, statuses)
+async def test_an_engine_that_misbehaves_learns_nothing(
+    kind: str, name: str, statuses: set[str], doubles: Callable[[str], Place]
+):
+    await attacked(name, doubles(kind), statuses)

@@ -57,7 +57,7 @@ def test_a_token_quota_counts_prompt_and_answer(demo: dict):
 @pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
 async def test_a_shortened_answer_ends_at_its_length_and_costs_what_it_was(endpoint: str, stream: bool, demo: dict):
     """A request for more tokens than the tenant may hold gets two shortened answers and pays for their length."""
-    limit, choices = 120, 2
+    limit, choices = 80, 2
     name = f"short-{endpoint.replace('/', '-')}-{stream}".lower()
     tenant = new_tenant(demo, name, max_concurrent_tokens=limit, on_token_limit="shorten")
     question = "Count to one thousand."
