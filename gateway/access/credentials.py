@@ -26,15 +26,15 @@ class StrongSecrets:
     """Operator-chosen secrets of a deployment that reach STRONG_BITS."""
 
     def __init__(self, *secrets: str | None) -> None:
-        self._digests = [_digest(secret) for secret in secrets if secret and guess_bits(secret) >= STRONG_BITS]
+        self._hashes = [_hashed(secret) for secret in secrets if secret and guess_bits(secret) >= STRONG_BITS]
 
     def contains(self, presented: str) -> bool:
-        """Return whether the text is one of the secrets. Compares digests, in constant time."""
-        digest = _digest(presented)
-        return any(hmac.compare_digest(digest, known) for known in self._digests)
+        """Return whether the text is one of the secrets. Compares hashes, in constant time."""
+        hashed = _hashed(presented)
+        return any(hmac.compare_digest(hashed, known) for known in self._hashes)
 
 
-def _digest(secret: str) -> bytes:
+def _hashed(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -47,7 +47,7 @@ class KeyReused(GatewayError):
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A request and its response, as kept. content: the digest of the request. status: 0 while the request runs."""
+    """A request and its response, as kept. content: the hash of the request. status: 0 while the request runs."""
 
     content: str
     status: int = 0
@@ -142,11 +142,11 @@ def _name(request: web.Request, actor: str) -> str:
     given = request.headers[HEADER]
     if not _KEY.fullmatch(given):
         raise BadRequest(f"Expected {HEADER} of 1 to 255 printable ASCII characters.", param=HEADER)
-    return idempotency_key(_digest(actor, given))
+    return idempotency_key(_hashed(actor, given))
 
 
 def _asked(request: web.Request, content: bytes) -> str:
-    return _digest(request.method, request.rel_url.raw_path_qs, content.hex())
+    return _hashed(request.method, request.rel_url.raw_path_qs, content.hex())
 
 
 def _stored_response(entry: _Entry, asked: str) -> web.Response:
@@ -169,5 +169,5 @@ def _without_secrets(body: bytes) -> str:
     return msgspec.json.encode(answer).decode()
 
 
-def _digest(*parts: str) -> str:
+def _hashed(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

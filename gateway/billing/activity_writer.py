@@ -136,8 +136,8 @@ def series_of(tenant_id: str, tenant: str, model: str, engine: str | None, *, is
 
 @lru_cache(MAX_KNOWN)
 def _series(kind: int, tenant_id: str, tenant: str, name: str) -> Series:
-    digest = blake2b("\0".join((f"{kind}", tenant_id, name)).encode(), digest_size=8).digest()
-    return Series(int.from_bytes(digest) >> 1, kind, tenant_id, tenant, name)
+    hashed = blake2b("\0".join((f"{kind}", tenant_id, name)).encode(), digest_size=8).digest()
+    return Series(int.from_bytes(hashed) >> 1, kind, tenant_id, tenant, name)
 
 
 def coarser(sums: Sums, level: int) -> Sums:

@@ -39,7 +39,7 @@ class QuotaStore:
         self._redis = redis
         self._timeout = timeout
         self._source = script.source()
-        self._digest = hashlib.sha1(self._source.encode()).hexdigest()
+        self._script_hash = hashlib.sha1(self._source.encode()).hexdigest()
         # A cluster's commands go to many nodes, on connections that redis-py chooses.
         self._pipeline = None if isinstance(redis, RedisCluster) else Pipeline(redis)
         self._connections = nullcontext() if self._pipeline is not None else asyncio.Semaphore(MAX_CONNECTIONS)
@@ -77,7 +77,7 @@ class QuotaStore:
 
     async def _evaluate(self, *keys_and_arguments: Any) -> Any:
         try:
-            return await self.execute("EVALSHA", self._digest, *keys_and_arguments)
+            return await self.execute("EVALSHA", self._script_hash, *keys_and_arguments)
         except NoScriptError:
             # The server was restarted, or is another one. EVAL also loads the script.
             return await self.execute("EVAL", self._source, *keys_and_arguments)

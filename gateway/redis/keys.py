@@ -93,12 +93,12 @@ def quota_keys(tenant_id: str) -> list[str]:
     return [key(tenant_id) for key in of_tenant]
 
 
-def idempotency_key(digest: str) -> str:
+def idempotency_key(hashed: str) -> str:
     """Return the key of the answer to a request with an idempotency key: a string.
 
-    It lives for 600 s while the request runs, and then for a day. digest: hash of the actor and the header.
+    It lives for 600 s while the request runs, and then for a day. hashed: hash of the actor and the header.
     """
-    return f"loraplex:idempotency:{digest}"
+    return f"loraplex:idempotency:{hashed}"
 
 
 def probe_key(tenant_id: str, name: str, version: int) -> str:

@@ -60,8 +60,8 @@ _DECODER, _FORMAT_DECODER = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(
 
 
 def form_of(raw: bytes) -> bytes | None:
-    """Return a digest of the body's structured output form, None without one. Equal forms that are written in
-    different ways have different digests.
+    """Return a hash of the body's structured output form, None without one. Equal forms that are written in
+    different ways have different hashes.
     """
     try:
         fields = {name: bytes(value) for name, value in msgspec.structs.asdict(_DECODER.decode(raw)).items()}
@@ -75,10 +75,10 @@ def form_of(raw: bytes) -> bytes | None:
     parts = fields.values()
     if all(part == _NULL for part in parts):
         return None
-    digest = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for part in parts:
-        digest.update(b"%d:" % len(part) + part)
-    return digest.digest()
+        hashed.update(b"%d:" % len(part) + part)
+    return hashed.digest()
 
 
 @dataclass(slots=True)

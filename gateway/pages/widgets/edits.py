@@ -1,6 +1,6 @@
 """Edits by form of records that others may change at the same time.
 
-A form carries a short digest of each value with which it was rendered, in the hidden field `shown`. A field that the
+A form carries a short hash of each value with which it was rendered, in the hidden field `shown`. A field that the
 person did not touch keeps its present value, and one that another person changed too is a conflict.
 """
 
@@ -22,7 +22,7 @@ Edits = Callable[[Pages, web.Request], Coroutine[Any, Any, Answer]]
 # Number of times that a form is merged before its answer is the page of a conflict.
 TRIES = 3
 SHOWN = "shown"
-DIGEST_CHARS = 16
+HASH_CHARS = 16
 
 
 class Edit(NamedTuple):
@@ -61,10 +61,10 @@ def merge(form: MultiMapping[str], present: Mapping[str, str]) -> Edit:
     """
     shown, fields, conflicts = _read(form.get(SHOWN, "")), MultiDict(form.items()), dict[str, str]()
     for name, now in present.items():
-        was, mine = shown.get(name, _digest(now)), form.get(name, "")
-        if _digest(mine) == was:
+        was, mine = shown.get(name, _hashed(now)), form.get(name, "")
+        if _hashed(mine) == was:
             fields[name] = now
-        elif was != _digest(now) != _digest(mine):
+        elif was != _hashed(now) != _hashed(mine):
             conflicts[name] = (
                 f"Another change was saved since you opened the form: the present value is {now or 'empty'}. "
                 f"Send the form again to replace it by {mine.strip() or 'empty'}."
@@ -75,17 +75,17 @@ def merge(form: MultiMapping[str], present: Mapping[str, str]) -> Edit:
 
 def shown_values(present: Mapping[str, str]) -> str:
     """Return the value of the form's hidden field."""
-    return msgspec.json.encode({name: _digest(value) for name, value in present.items()}).decode()
+    return msgspec.json.encode({name: _hashed(value) for name, value in present.items()}).decode()
 
 
 def _read(text: str) -> dict[str, str]:
-    """Return the digests of a hidden field; none if it is absent or malformed."""
+    """Return the hashes of a hidden field; none if it is absent or malformed."""
     try:
         return msgspec.json.decode(text, type=dict[str, str])
     except (msgspec.MsgspecError, ValueError):
         return {}
 
 
-def _digest(value: str) -> str:
-    """Return a digest of a value. Browsers send line ends as CR and LF."""
-    return sha256(value.replace("\r\n", "\n").strip().encode()).hexdigest()[:DIGEST_CHARS]
+def _hashed(value: str) -> str:
+    """Return a hash of a value. Browsers send line ends as CR and LF."""
+    return sha256(value.replace("\r\n", "\n").strip().encode()).hexdigest()[:HASH_CHARS]

@@ -33,9 +33,9 @@ def choose_for(targets: Sequence[W], key: bytes) -> W:
 
 
 def _distance(target: Weighted, key: bytes) -> float:
-    digest = hashlib.blake2b(b"%d\0%b" % (target.version, key), digest_size=8).digest()
+    hashed = hashlib.blake2b(b"%d\0%b" % (target.version, key), digest_size=8).digest()
     # Strictly between 0 and 1.
-    uniform = (int.from_bytes(digest, "big") + 1) / (2**64 + 2)
+    uniform = (int.from_bytes(hashed, "big") + 1) / (2**64 + 2)
     return -math.log(uniform) / target.weight
 
 

@@ -15,5 +15,5 @@ async def lock_creation(connection: AsyncConnection, kind: str, name: str = "") 
     database's write lock already excludes other writers.
     """
     if connection.dialect.name == "postgresql":
-        digest = blake2b(f"{kind}\0{name}".encode(), digest_size=8).digest()
-        await connection.execute(_LOCK, {"key": int.from_bytes(digest, signed=True)})
+        hashed = blake2b(f"{kind}\0{name}".encode(), digest_size=8).digest()
+        await connection.execute(_LOCK, {"key": int.from_bytes(hashed, signed=True)})
