@@ -278,11 +278,15 @@ def _round_in_pieces(
     """
     rows, columns = weight.shape
     missing, found = -columns % GROUP, []
-    for part in (weight,) if weight.is_meta else weight.split(max(1, PIECE // columns)):
-        x = torch.nn.functional.pad(part.float(), (0, missing)).unflatten(1, (-1, GROUP))
-        values, scales = round_groups(x)
-        found.append((values.flatten(1)[:, :columns], scales))
-    values, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
+    if weight.is_meta:  # a model that is only described, for its size
+        values = weight.new_empty(rows, columns, dtype=torch.int8 if kind == "int8" else torch.uint8)
+        scales = weight.new_empty(rows, (columns + missing) // GROUP, dtype=torch.float16)
+    else:
+        for part in weight.split(max(1, PIECE // columns)):
+            x = torch.nn.functional.pad(part.float(), (0, missing)).unflatten(1, (-1, GROUP))
+            rounded, scales = round_groups(x)
+            found.append((rounded.flatten(1)[:, :columns], scales))
+        values, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
     return LinearWeights(Scheme(kind, GROUP, scales.dtype), {"values": values, "scales": scales}, columns, rows)
 
 

@@ -204,3 +204,16 @@ def test_a_scheme_that_is_not_served() -> None:
     ops = native.NativeOps(library)
     assert not ops.serves(Scheme("int8", 64, torch.float16))
     assert ops.serves(dense(normal(2, 2)).scheme)
+
+
+@pytest.mark.parametrize("in_features", [64, 70])
+@pytest.mark.parametrize("rounded", [round_to_int8, round_to_int4])
+def test_a_described_weight_has_the_form_of_a_rounded_one(
+    rounded: Callable[[Tensor], LinearWeights], in_features: int
+) -> None:
+    def form(weight: Tensor) -> tuple[Scheme, dict[str, tuple[torch.Size, torch.dtype]]]:
+        found = rounded(weight)
+        return found.scheme, {name: (each.shape, each.dtype) for name, each in found.tensors.items()}
+
+    weight = normal(6, in_features)
+    assert form(weight.to("meta")) == form(weight)
