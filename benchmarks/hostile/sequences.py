@@ -8,6 +8,7 @@ from benchmarks.hostile.attacker import Attacker
 AT_ONCE = 8
 # Half of the places of a vLLM server without `requests` in its address, and of our engine's batch and queue on a CPU.
 FOREIGN_MOST, OWN_MOST = 32, 544
+LONG_ANSWER = 64
 FOREIGN_LARGEST: dict[str, Any] = {"prompt": ["a"] * FOREIGN_MOST}
 OWN_LARGEST: dict[str, Any] = {"prompt": ["a"] * (OWN_MOST // 16), "n": 16, "temperature": 1}
 # More than half for either engine.
@@ -52,6 +53,23 @@ async def too_many(attacker: Attacker, largest: dict[str, Any]) -> None:
 )
 async def many_foreign(attacker: Attacker) -> None:
     await too_many(attacker, FOREIGN_LARGEST)
+
+
+@attack(
+    "long-sequences",
+    f"the largest requests that a vLLM server takes, {AT_ONCE} at once, with answers of {LONG_ANSWER} tokens",
+    place="vllm",
+)
+async def long_foreign(attacker: Attacker) -> None:
+    """Keep all places of the server for half a second at a time. The server runs sequences in order of arrival, so a
+    neighbour waits for the end of a request.
+    """
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            await send(attacker, FOREIGN_LARGEST | {"max_tokens": LONG_ANSWER})
+
+    await attacker.side_by_side(AT_ONCE, one)
 
 
 @attack(

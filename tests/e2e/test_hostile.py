@@ -80,6 +80,7 @@ async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuse
         ("vllm", "vllm-fields", {"200", "400"}),
         ("vllm", "large-foreign-answers", {"200"}),
         ("vllm", "many-sequences", {"200", "400"}),
+        ("vllm", "long-sequences", {"200"}),
         ("redirecting", "redirects", {"200"}),
     ],
 )
