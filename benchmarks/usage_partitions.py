@@ -34,7 +34,7 @@ from benchmarks.usage_month.records import fill_owners
 from benchmarks.usage_month.rows import ADAPTERS, ENGINES, NOW, TENANTS, make_rows
 from gateway.billing import activity_rebuild
 from gateway.billing.writer import UsageWriter
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.partitions.partitioning import partition
 from gateway.records.partitions.partitions import first_id, next_month
 from gateway.records.partitions.request_ids import RequestIds

@@ -66,8 +66,8 @@ from gateway.process.store_probe import StoreProbe
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
 from gateway.records.caches.cached_query import CachedQuery
-from gateway.records.chores.housekeeping import Chore, Housekeeping
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.housekeeping import Chore, Housekeeping
+from gateway.records.maintenance.retention import Retention
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.partitions.partitions import Partitions
 from gateway.resources import Resources, open_resources

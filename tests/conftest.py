@@ -83,7 +83,7 @@ SLOW = (
     "gateway/records/money/test_end_user_ranking.py",
     "gateway/fleet/discovery/test_fleet_restart.py",
     "test_architecture.py",
-    "gateway/records/chores/test_collect.py",
+    "gateway/records/maintenance/test_collect.py",
     "loraplex/bench/test_run.py",
     "e2e/browser/test_charts.py",
     "gateway/pages/money/test_usage.py",

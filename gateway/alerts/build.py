@@ -9,9 +9,9 @@ from gateway.alerts.outbox import Outbox
 from gateway.alerts.sending import Sender
 from gateway.alerts.watch import Watch
 from gateway.components import Records, Serving
-from gateway.records.chores.leadership import Leadership
 from gateway.records.events.events import Events
 from gateway.records.events.webhooks import Webhooks
+from gateway.records.maintenance.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.resources import Resources

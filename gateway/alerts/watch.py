@@ -21,9 +21,9 @@ from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.health import Health
 from gateway.metrics import Metrics
 from gateway.process.background import running
-from gateway.records.chores.leadership import Leadership
 from gateway.records.events.events import Events
 from gateway.records.keys.expiring import expiring_keys
+from gateway.records.maintenance.leadership import Leadership
 
 log = logging.getLogger(__name__)
 

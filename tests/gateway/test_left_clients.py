@@ -21,7 +21,7 @@ from gateway.records.tenants import bulk
 from testing.gateway.running import MODEL_CONFIG, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push
-from tests.gateway.records.chores.test_collect import COLLECT, make_old, stored
+from tests.gateway.records.maintenance.test_collect import COLLECT, make_old, stored
 
 
 class Held:

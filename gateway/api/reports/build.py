@@ -11,7 +11,7 @@ from gateway.api.reports.usage import Usage
 from gateway.api.reports.usage_pruning import UsagePruning
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.components import Billing, Records
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from gateway.resources import Resources
 
 

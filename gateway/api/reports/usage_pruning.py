@@ -11,7 +11,7 @@ from gateway.api.scopes import ACTOR
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from wire.money import exact_money
 
 # Maximum rows per request, so that its answer does not take longer than clients wait.

@@ -12,10 +12,10 @@ from sqlalchemy import event, func, select, update
 
 from gateway.alerts.messages import title
 from gateway.alerts.outbox import Outbox
-from gateway.records.chores.leadership import Leadership
 from gateway.records.events.events import MAX_PER_HOUR, Events
 from gateway.records.events.tables import event_deliveries, events, webhooks
 from gateway.records.events.webhooks import MAX_OF_TENANT, Webhook, Webhooks
+from gateway.records.maintenance.leadership import Leadership
 from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.running import until

@@ -16,9 +16,9 @@ from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.metrics import Metrics
 from gateway.records.caches.changes import Changes
-from gateway.records.chores.leadership import Leadership
 from gateway.records.events.events import Event, Events
 from gateway.records.events.tables import events
+from gateway.records.maintenance.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys, usage_daily

@@ -169,7 +169,7 @@ async def test_pruning_goes_on_until_nothing_is_left(
     run: Run, database: Database, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("gateway.api.reports.usage_pruning.MAX_ROWS", 15)
-    monkeypatch.setattr("gateway.records.chores.retention.AT_ONCE", 7)
+    monkeypatch.setattr("gateway.records.maintenance.retention.AT_ONCE", 7)
     await UsageWriter(database).write(rows(40, EARLIER))
     done = await run("usage", "prune", "--before", f"{LAST_MONTH:{DAY}}", "--yes")
     assert done.stderr == "removed 15 of 40 rows\nremoved 30 of 40 rows\n"

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.billing.writer import UsageWriter
 from gateway.pages.console.help import fill_names, render
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.sql.database import Database
 from testing.gateway.rows import row
 from testing.gateway.running import Answer, Client, Gateway, until

@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from gateway.api.reports.usage_export import UsageExport
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.money import end_user_sums
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsageReport

@@ -14,7 +14,7 @@ from sqlalchemy import delete, update
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.money import end_user_sums, usage_ranking
 from gateway.records.money.end_user_sums import Candidate, read_largest
 from gateway.records.money.end_user_tables import usage_end_user_days

@@ -11,8 +11,8 @@ from sqlalchemy import Engine, event, func, select
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
-from gateway.records.chores import retention
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance import retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.money.end_user_tables import usage_end_users
 from gateway.records.partitions import partitions
 from gateway.records.partitions.partitioning import partition

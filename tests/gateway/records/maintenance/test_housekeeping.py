@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import func, select
 
 from gateway.billing.writer import UsageWriter
-from gateway.records.chores import housekeeping, retention
-from gateway.records.chores.housekeeping import Housekeeping
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance import housekeeping, retention
+from gateway.records.maintenance.housekeeping import Housekeeping
+from gateway.records.maintenance.retention import Retention
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
 from gateway.redis.client import Client

@@ -11,8 +11,8 @@ from sqlalchemy import Table, func, select
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY, ENGINE
-from gateway.records.chores import housekeeping, retention
-from gateway.records.chores.retention import Retention
+from gateway.records.maintenance import housekeeping, retention
+from gateway.records.maintenance.retention import Retention
 from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.refusal_tables import refusal_counts

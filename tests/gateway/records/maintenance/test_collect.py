@@ -15,8 +15,8 @@ from adapters.spool import PREFIX
 from gateway.api import deployment_status
 from gateway.errors import Unavailable
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.chores import housekeeping
-from gateway.records.chores.housekeeping import Housekeeping
+from gateway.records.maintenance import housekeeping
+from gateway.records.maintenance.housekeeping import Housekeeping
 from gateway.redis.client import connect
 from gateway.redis.keys import HOUSEKEEPING_KEY
 from testing.gateway.running import Gateway, change_database, until

@@ -9,7 +9,7 @@ import gateway.api.adapters.adapters
 from gateway.api.adapters.adapters import UNUSED_SECONDS
 from testing.s3_server import BUCKET, S3Server
 from tests.gateway.api.adapters.test_adapters import files, push
-from tests.gateway.records.chores.test_collect import COLLECT
+from tests.gateway.records.maintenance.test_collect import COLLECT
 
 
 async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
