@@ -175,7 +175,7 @@ async def test_the_hourly_chores_remove_old_sums(
     tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, starts_servers: None
 ):
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
-    monkeypatch.setattr(housekeeping, "TURN", f"test:{tmp_path}")
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_KEY", f"test:{tmp_path}")
     of = settings(tmp_path, model_dir, ["http://127.0.0.1:1"], redis_url, sums_days=93, usage_days=90)
     database = Database(of.database_url)
     try:
