@@ -20,7 +20,8 @@ tenant got no token; `above idle bound` counts those above the bound of a tenant
 cycle: a neighbour sends one request after the other to its only adapter. Beside it another tenant has 16 streams of one
 token, with one adapter, with 1,000 in turn, and with one adapter as often as with 1,000. The phase of 1,000 lasts until
 each of them was used, at most --most-seconds. `of alone`, `of one adapter`, `of one as often`: the median time to the
-neighbour's first token, divided by that of the other phases; docs/design/bench.md has their meaning.
+neighbour's first token, divided by that of the other phases; docs/design/bench.md has their meaning. With `--seconds 8
+--most-seconds 60` a round of cycle takes 3.5 minutes on two cores.
 
 `--vllm`: a vLLM server gets the same requests of zipf in the same order, or the first --vllm-requests of them, with 64
 adapters on the device and with 8, and all 64 in host memory. It is not in cycle: vLLM serves only adapters that it
