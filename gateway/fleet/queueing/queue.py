@@ -9,10 +9,12 @@ A tenant below its share of the places does not wait: it is admitted beyond the 
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
 would wait for their ends. This holds for engines that order tenants themselves; others never get more than they run.
 
-Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. If too
-few places are free for the request whose turn it is, only tenants below their share of the places pass it. After
-PASS_SECONDS an engine is kept free for it, and they pass only to the other engines. A request that is too large for
-every available engine is admitted at once, so that it fails without a wait.
+Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. The
+requests of a tenant with several sequences get at most half of the places: they end together, so a tenant that arrives
+behind them would otherwise wait for a whole answer. If too few places are free for the request whose turn it is, only
+tenants below their share of the places pass it. After PASS_SECONDS an engine is kept free for it, and they pass only to
+the other engines. A request that is too large for every available engine is admitted at once, so that it fails without
+a wait.
 """
 
 import asyncio
@@ -100,6 +102,14 @@ class Capacity(NamedTuple):
         """Return whether a request fits beside those that take `inside` places, or would fail without a place."""
         size = self.size(sequences)
         return not size or (inside + size <= self.own and size <= max(1, self.room))
+
+    def leaves_half(self, sequences: int, inside: int) -> bool:
+        """Return whether half of this process's places is left beside a request and those of its tenant, which take
+        `inside` places. Always true for a single sequence, a tenant without other requests, and engines that order
+        tenants.
+        """
+        size = 0 if self.places or sequences == 1 else self.size(sequences)
+        return not size or not inside or inside + size <= self.own // 2
 
     def room_beside(self, sequences: int) -> float:
         """Return the maximum sequences of a request that some engine takes now, without the engine that is kept free
@@ -271,8 +281,14 @@ class RequestQueue:
 
     def _next(self, capacity: Capacity | None) -> Place | None:
         """Return the waiting request that is admitted next, None if there is room for none."""
-        first = self._waiting.first()
-        if first is None or capacity is None or capacity.fits(first.sequences, self._num_inside):
+        if capacity is None:
+            return self._waiting.first()
+
+        def leaves_half(place: Place) -> bool:
+            return capacity.leaves_half(place.sequences, self._inside[place.tenant_id])
+
+        first = self._waiting.first(leaves_half)
+        if first is None or capacity.fits(first.sequences, self._num_inside):
             return first
         # Every share is at least one place, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
@@ -281,7 +297,7 @@ class RequestQueue:
         room = capacity.room_beside(first.sequences) if keeps_engine else math.inf
 
         def is_below_share(place: Place) -> bool:
-            if not capacity.places and not capacity.fits(place.sequences, self._num_inside):
+            if not leaves_half(place) or (not capacity.places and not capacity.fits(place.sequences, self._num_inside)):
                 return False
             share, size = self._share(place.tenant_id, capacity.shared), capacity.size(place.sequences)
             return size <= room and self._inside[place.tenant_id] + size <= share

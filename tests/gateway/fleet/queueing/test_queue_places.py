@@ -21,14 +21,40 @@ async def eight():
 
 async def test_a_request_takes_a_place_for_each_of_its_sequences(eight: Crowd):
     first = await eight.come("a", sequences=4)
-    await eight.come("a", sequences=4)
-    assert (eight.queue.inside, eight.inside) == (8, ["a", "a"])
+    await eight.come("c", sequences=4)
+    assert (eight.queue.inside, eight.inside) == (8, ["a", "c"])
     await eight.come("b")
     assert eight.queue.waiting == 1
     assert await eight.end(first) == "b"
     assert eight.queue.inside == 5
     await eight.come("b", sequences=3)
     assert eight.queue.inside == 8
+
+
+async def test_a_tenants_requests_of_several_sequences_leave_half_of_the_places(eight: Crowd):
+    """They end together, so a neighbour would wait for a whole answer. Single sequences end one by one."""
+    first = await eight.come("a", sequences=3)
+    second = await eight.come("a", sequences=2)
+    assert (eight.queue.inside, second.inside) == (3, False)
+    assert (await eight.come("b", sequences=4)).inside
+    assert await eight.end(first) == "a"
+    assert eight.queue.inside == 6
+    third = await eight.come("a", sequences=3)
+    assert not third.inside
+    assert [(await eight.come("c")).inside for _ in range(2)] == [True, True]
+    assert eight.queue.inside == 8
+
+
+async def test_a_tenants_single_sequences_take_all_places_and_its_larger_requests_wait_for_half_of_them(eight: Crowd):
+    many = [await eight.come("a") for _ in range(8)]
+    large = await eight.come("a", sequences=2)
+    assert (eight.queue.inside, large.inside) == (8, False)
+    for visitor in many[:5]:
+        visitor.leave.set()
+        await settled()
+    assert (eight.queue.inside, large.inside) == (3, False)
+    assert await eight.end(many[5]) == "a"
+    assert (eight.queue.inside, large.inside) == (4, True)
 
 
 async def test_a_request_that_does_not_fit_delays_only_tenants_with_their_share(eight: Crowd):
@@ -49,7 +75,7 @@ async def test_a_request_that_does_not_fit_delays_only_tenants_with_their_share(
 
 async def test_a_request_does_not_pass_another_of_its_own_tenant_that_does_not_fit(eight: Crowd):
     await eight.come("a", sequences=4)
-    await eight.come("a", sequences=3)
+    await eight.come("c", sequences=3)
     large = await eight.come("b", sequences=3)
     await eight.come("b")
     assert (eight.queue.inside, eight.queue.waiting) == (7, 2)
