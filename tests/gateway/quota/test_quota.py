@@ -20,7 +20,7 @@ from gateway.quota.reservation import Reservation
 from gateway.quota.store import QuotaStore
 from gateway.records.money.prices import Price
 from gateway.redis.client import Client, connect
-from gateway.redis.sweeps import TENANTS
+from gateway.redis.keys import REGISTERED_TENANTS_KEY
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take
 from testing.gateway.running import until
@@ -204,7 +204,7 @@ async def test_all_keys_of_a_tenant_share_a_hash_tag_and_expire(quota: Quota, re
     for key in keys:
         assert f"{{{who.tenant.id}}}".encode() in key
         assert 0 < await redis.pttl(key) <= 35 * 86_400_000
-    assert await redis.zscore(TENANTS, who.tenant.id) > 0
+    assert await redis.zscore(REGISTERED_TENANTS_KEY, who.tenant.id) > 0
 
 
 async def test_limits_of_keys_that_are_gone_are_forgotten(quota: Quota, redis: Client):

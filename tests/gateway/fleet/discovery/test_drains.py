@@ -13,12 +13,12 @@ from testing.gateway.upstream import Upstream
 @pytest.fixture(autouse=True)
 async def no_drains_left(redis_url: str):
     """Tests share a Redis, and drains have no lifetime."""
-    from gateway.fleet.discovery.drains import KEY
     from gateway.redis.client import connect
+    from gateway.redis.keys import DRAINED_ENGINES_KEY
 
     yield
     redis = connect(redis_url, timeout=10.0)
-    await redis.delete(KEY)
+    await redis.delete(DRAINED_ENGINES_KEY)
     await redis.aclose()
 
 

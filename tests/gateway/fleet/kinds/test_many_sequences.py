@@ -60,10 +60,10 @@ async def test_a_server_never_gets_more_sequences_than_it_runs(both: tuple[Gatew
     """The test waits for a poll of the server, whose count of running sequences shows no other gateway's requests."""
     gateway, vllm = both
     vllm.max_num_seqs = 8
-    flood, modest = await gateway.tenant("flood"), await gateway.tenant("modest")
+    one, two, modest = [await gateway.tenant(name) for name in ("one", "two", "modest")]
     vllm.hold.clear()
     try:
-        many = [asyncio.create_task(flood.complete(prompt=[ONE] * 4, max_tokens=2)) for _ in range(6)]
+        many = [asyncio.create_task(flood.complete(prompt=[ONE] * 4, max_tokens=2)) for flood in (one, two) * 3]
         await until(lambda: running_is(vllm, 8))
         await until(lambda: waiting_is(gateway, 4))
         few = [asyncio.create_task(modest.complete(max_tokens=2)) for _ in range(2)]
@@ -79,6 +79,24 @@ async def test_a_server_never_gets_more_sequences_than_it_runs(both: tuple[Gatew
     # The modest tenant's requests are the next two: they wait only for the requests that ran already.
     [salt] = {salt for salt in vllm.served if vllm.served.count(salt) == 2}
     assert [index for index, each in enumerate(vllm.served) if each == salt] == [2, 3]
+
+
+@pytest.mark.parametrize("both", ["?requests=8"], indirect=True)
+async def test_a_tenant_alone_leaves_half_of_the_places_to_single_sequences(both: tuple[Gateway, VllmDouble]):
+    """Its large requests end together, and a neighbour does not wait for that."""
+    gateway, vllm = both
+    flood, modest = await gateway.tenant("flood"), await gateway.tenant("modest")
+    vllm.hold.clear()
+    try:
+        many = [asyncio.create_task(flood.complete(prompt=[ONE] * 4, max_tokens=2)) for _ in range(3)]
+        await until(lambda: running_is(vllm, 4))
+        await until(lambda: waiting_is(gateway, 2))
+        few = [asyncio.create_task(modest.complete(max_tokens=2)) for _ in range(4)]
+        await until(lambda: running_is(vllm, 8))
+        await until(lambda: waiting_is(gateway, 2))
+    finally:
+        vllm.hold.set()
+    assert {got.status for got in await asyncio.gather(*many, *few)} == {200}
 
 
 async def polled(vllm: VllmDouble, polls: int) -> bool:
@@ -185,11 +203,11 @@ async def test_others_go_to_another_server_while_one_is_kept_free(
         of = settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0, queue_seconds=1000.0)
         async with running(of) as gateway:
             await gateway.engines_up(2)
-            busy, batch, new = [await gateway.tenant(name) for name in ("busy", "batch", "new")]
+            busy, also, batch, new = [await gateway.tenant(name) for name in ("busy", "also", "batch", "new")]
             one.hold.clear()
             two.hold.clear()
             try:
-                many = [asyncio.create_task(busy.complete(n=3, max_tokens=2)) for _ in range(4)]
+                many = [asyncio.create_task(each.complete(n=3, max_tokens=2)) for each in (busy, also) * 2]
                 await until(lambda: running_are(one, two, 12))
                 many += [asyncio.create_task(busy.complete(max_tokens=2))]
                 await until(lambda: running_are(one, two, 13))
