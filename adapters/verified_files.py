@@ -12,9 +12,6 @@ from wire.bounded_dict import BoundedDict
 
 # Number of folders that are remembered.
 MAX_VERIFIED = 1 << 16
-# Number of folders whose headers are remembered too: an adapter is often loaded right after it was named. The headers
-# of 30 layers take 12 ms to parse and 150 KB.
-MAX_HEADERS = 16
 
 
 class VerifiedFiles:
@@ -23,7 +20,6 @@ class VerifiedFiles:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._versions = BoundedDict[str, tuple[Path, object]](MAX_VERIFIED)
-        self._headers = BoundedDict[str, AdapterCheckpoint](MAX_HEADERS)
 
     @contextmanager
     def use(self, store: AdapterStore, digest: str) -> Iterator[AdapterCheckpoint]:
@@ -46,8 +42,6 @@ class VerifiedFiles:
         # The version is taken before the content is read, so that a change during the read is noticed at the next load.
         version = (folder, files_version(folder)) if folder.is_dir() else None
         known = version is not None and self._versions.get(digest) == version
-        if known and (checkpoint := self._headers.get(digest)) is not None:
-            return checkpoint
         checkpoint = open_checkpoint(folder, digest if known else None)
         if checkpoint.digest != digest:
             raise AdapterError("adapter", f"its files have changed since it was named {digest}")
@@ -68,5 +62,4 @@ class VerifiedFiles:
 
     def _remember(self, checkpoint: AdapterCheckpoint, version: tuple[Path, object]) -> None:
         with self._lock:
-            self._headers.put(checkpoint.digest, checkpoint)
             self._versions.put(checkpoint.digest, version)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from adapters.checkpoint import AdapterCheckpoint
-from adapters.fair_threads import FairThreads
+from adapters.fair_threads import FairThreads, Yielding
 from adapters.manifest import NO_LAYER, AdapterError, AdapterNotFound, BaseShape
 from adapters.store import AdapterStore
 from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
@@ -36,6 +36,8 @@ ROOM_SECONDS = 30.0
 # Number of digests whose last requesting tenant is remembered.
 MAX_ASKED = 4096
 LIMITLESS = 1 << 62
+# Loads of tenants with many of them run at low priority.
+YIELDING = Yielding()
 # Queue of `register` among those of the tenants; no tenant has this name.
 FOLDERS = "\n"
 
@@ -58,8 +60,11 @@ class HostCache:
         num_threads: int = 3,
         base_tensor: BaseTensor | None = None,
         ended: Callable[[LoadResult, float], object] = lambda *_: None,
+        yielding: Yielding = YIELDING,
     ) -> None:
-        """ended: called on the load's thread with each load's result and the seconds since its start."""
+        """ended: called on the load's thread with each load's result and the seconds since its start. yielding: how
+        loads of tenants with many of them yield to the steps.
+        """
         self._reader, self._ended = AdapterReader(dtype, base_tensor), ended
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes or 0, dtype
         self._changed = threading.Condition()
@@ -80,7 +85,11 @@ class HostCache:
         self._mixtures = Mixtures(self._max_bytes)
         self._has_reservation: Callable[[str], bool] = lambda _: False
         self._threads = FairThreads(
-            num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
+            num_threads,
+            "adapter-load",
+            max_pending=MAX_PENDING,
+            max_pending_per_tenant=MAX_PENDING_PER_TENANT,
+            yielding=yielding,
         )
 
     def limit_to(self, max_bytes: int) -> None:

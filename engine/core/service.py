@@ -16,14 +16,14 @@ from typing import Any
 
 import msgspec
 
-from adapters.fair_threads import TooManyPending
+from adapters.fair_threads import TooManyPending, Yielding
 from adapters.manifest import BaseShape
 from adapters.open_store import open_store
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size
-from adapters.tiers.host_cache import HostCache
+from adapters.tiers.host_cache import YIELDING, HostCache
 from adapters.tiers.tier_state import LoadResult
-from engine.build import resolve_dtype
+from engine.build import resolve_device, resolve_dtype
 from engine.core import messages
 from engine.core.grammars import Grammars
 from engine.core.inspecting import has_effect, trained_tokens
@@ -39,11 +39,15 @@ from engine.scheduling.request import NewRequest
 from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.state import EngineFacts
 from engine.structured.compiler import GrammarCompiler
+from kernels.platform import platform_of
 from wire.errors import ConfigError
 from wire.mixtures import Mixture
 
 # Adapters in host memory that a state lists.
 REPORTED_ON_HOST = 512
+# Loads on a device whose steps run on the same cores: a tenant with more than a second of them recently uses a fifth of
+# a core for further ones. At full speed its loads doubled a neighbour's time to first token (docs/lab-notes.md).
+HOST_YIELDING = Yielding(after_seconds=1.0, nice=10, rest=4.0)
 # Maximum rule tokens compiled on the event loop; a thousand words take about 2 ms.
 QUICK_RULES = 256
 
@@ -224,6 +228,7 @@ class CoreService:
             dtype,
             base_tensor=partial(base_tensor, path, model, dtype),
             ended=self._load_ended,
+            yielding=HOST_YIELDING if platform_of(resolve_device(config)).is_host else YIELDING,
         )
 
     def _load_ended(self, result: LoadResult, seconds: float) -> None:

@@ -10,6 +10,7 @@ from adapters.checkpoint import DTYPES, _pair, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from kernels.dtypes import FILE_DTYPES
 from testing.adapter_files import BASE, CONFIG, header_of, key, pack, safetensors, tensors, write
+from wire.bounded_dict import BoundedDict
 
 
 def refusal(folder) -> AdapterError:
@@ -32,6 +33,31 @@ def test_what_a_checkpoint_says(tmp_path):
     assert checkpoint.num_bytes == sum(len(data) for _, _, data in tensors().values())
     assert len(checkpoint.digest) == 64
     checkpoint.check_base(BASE)
+
+
+def test_adapters_of_one_recipe_are_parsed_once_and_read_the_same(tmp_path, monkeypatch):
+    """Only the tensors differ. A header or config with another byte is parsed anew."""
+    monkeypatch.setattr("adapters.checkpoint._parsed", BoundedDict(2))
+    parsed = []
+    monkeypatch.setattr("adapters.checkpoint._pair", lambda *read: (parsed.append(read), _pair(*read))[1])
+    found = [open_checkpoint(write(tmp_path / str(seed), tensors(seed=seed))) for seed in range(3)]
+    assert len(parsed) == 1
+    assert len({checkpoint.digest for checkpoint in found}) == 3
+    assert {checkpoint.folder.name for checkpoint in found} == {"0", "1", "2"}
+    monkeypatch.setattr("adapters.checkpoint._REMEMBERED_BYTES", 0)
+    for checkpoint in found:
+        assert open_checkpoint(checkpoint.folder) == checkpoint
+    assert len(parsed) == 4
+    monkeypatch.undo()
+    scaled = open_checkpoint(write(tmp_path / "scaled", tensors(), {**CONFIG, "lora_alpha": 16}))
+    assert {module.scale for module in scaled.modules.values()} == {4.0}
+
+
+def test_a_longer_file_with_a_known_header_is_refused(tmp_path):
+    weights = write(tmp_path) / "adapter_model.safetensors"
+    open_checkpoint(tmp_path)
+    weights.write_bytes(weights.read_bytes() + b"\0")
+    assert "its tensors end at byte" in refusal(tmp_path).message
 
 
 def test_the_digest_does_not_see_order_or_provenance(tmp_path):

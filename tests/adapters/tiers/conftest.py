@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.fair_threads import Yielding
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from adapters.tiers.device_pool import AdapterPool
@@ -35,9 +36,12 @@ def make_cache(store: DirectoryStore) -> Iterator[Callable[..., HostCache]]:
     caches: list[HostCache] = []
 
     def make_cache(
-        max_bytes: int = 3 * HOST_BYTES, dtype: torch.dtype = torch.float32, base: BaseShape = BASE
+        max_bytes: int = 3 * HOST_BYTES,
+        dtype: torch.dtype = torch.float32,
+        base: BaseShape = BASE,
+        yielding: Yielding | None = None,
     ) -> HostCache:
-        caches.append(HostCache(store, base, max_bytes, dtype))
+        caches.append(HostCache(store, base, max_bytes, dtype, yielding=yielding or Yielding()))
         return caches[-1]
 
     yield make_cache

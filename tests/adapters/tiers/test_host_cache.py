@@ -10,6 +10,7 @@ import torch
 
 from adapters import verified_files
 from adapters.checkpoint import open_checkpoint
+from adapters.fair_threads import Yielding
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.tiers import failed_loads
 from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
@@ -182,6 +183,26 @@ def test_values_too_large_for_the_dtype_are_refused(make_cache, store, tmp_path)
     with pytest.raises(AdapterError, match=r"too large for torch\.float16"):
         load(cache, digest)
     assert cache.stats().num_bytes == 0
+
+
+def test_the_largest_values_of_a_file_are_finite_in_bf16(make_cache, store, tmp_path):
+    """So the reader checks conversions to fp16 only. Larger ones are refused as NaN or infinite."""
+    name, almost = key(0, "q_proj", "A"), b"\xff\xff\xff\x7e"
+    digest = store.put(write(tmp_path / "x", {**tensors(), name: ("F32", [4, 16], 64 * almost)}), BASE).digest
+    adapter = load(make_cache(dtype=torch.bfloat16), digest)
+    assert torch.isfinite(adapter.modules[0, "q_proj"].a).all()
+    with pytest.raises(AdapterError, match="NaN or infinite"):
+        store.put(write(tmp_path / "y", {**tensors(), name: ("F32", [4, 16], 64 * b"\0\0\0\x7f")}), BASE)
+
+
+def test_a_tenant_with_many_loads_rests_between_them_and_delays_no_other(make_cache, digests, monkeypatch):
+    monkeypatch.setattr("adapters.fair_threads.MAX_REST_SECONDS", 60.0)
+    cache = make_cache(yielding=Yielding(after_seconds=0.0, nice=0, rest=1e6))
+    # Two run at once, and the rest begins with their ends.
+    many = [cache.fetch(digest, "many") for digest in digests[:4]]
+    wait(many[:2], TIMEOUT)
+    assert cache.fetch(digests[4], "few").result(TIMEOUT).digest == digests[4]
+    assert [load.done() for load in many] == [True, True, False, False]
 
 
 def test_folders_outside_the_store(tmp_path):
