@@ -42,9 +42,9 @@ DTYPES = ("F32", "F16", "BF16")
 _MAX_CONFIG_BYTES = 1 << 20
 # The header of 126 layers of 7 modules with long names is 300 KB; parsing 2 MiB of JSON takes about 50 MB of memory.
 _MAX_HEADER_BYTES = 2 << 20
-# Headers that are remembered, each with its config: their number, and the size of the longest. Adapters of one recipe
-# have the same in a store, and those of 30 layers take 12 ms to parse. A header of this size takes 2 MB when parsed.
-_REMEMBERED, _REMEMBERED_BYTES = 32, 384 << 10
+# Cache of parsed headers and configs: number of entries, and bytes of the largest header, which takes 2 MB when parsed.
+# Adapters of one recipe have equal ones in a store, and those of 30 layers take 12 ms to parse.
+_MAX_CACHED, _MAX_CACHED_BYTES = 32, 384 << 10
 _CHUNK = 1 << 20
 _TENSOR = re.compile(
     r"base_model\.model\.(?P<module>lm_head|model\.layers\.(?P<layer>0|[1-9]\d{0,4})\."
@@ -150,7 +150,7 @@ class AdapterCheckpoint:
 
 
 Headers = tuple[AdapterManifest, Mapping[tuple[int, str], LoraModuleInfo], Mapping[str, TensorSpan]]
-_parsed, _parsed_lock = BoundedDict[bytes, Headers](_REMEMBERED), threading.Lock()
+_parsed, _parsed_lock = BoundedDict[bytes, Headers](_MAX_CACHED), threading.Lock()
 
 
 def open_checkpoint(folder: str | Path, verified: str | None = None) -> AdapterCheckpoint:
@@ -186,14 +186,14 @@ def files_version(folder: Path) -> tuple[tuple[int, int, int, int], ...]:
 def read_headers(folder: Path) -> Headers:
     """Return the manifest, the modules and the copies of base weights of an adapter folder without reading tensors.
 
-    The last results are remembered by the bytes that they were parsed from. Raises AdapterError, OSError.
+    Caches the last results by the files' bytes. Raises AdapterError, OSError.
     """
     check_files(folder)
     config = (folder / CONFIG_NAME).read_bytes()
     with (folder / WEIGHTS_NAME).open("rb") as file:
         size, start = os.fstat(file.fileno()).st_size, file.read(8)
         length = int.from_bytes(start, "little")
-        if length > _REMEMBERED_BYTES:
+        if length > _MAX_CACHED_BYTES:
             file.seek(0)
             return _parse(config, file, size)
         header = start + file.read(length)

@@ -63,7 +63,10 @@ class TooManyPending(RuntimeError):
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """Work for a thread, and the tenants that wait for it. started: when its thread began it, 0 before."""
+    """Work for a thread, and the tenants that wait for it.
+
+    started: when its thread began it, 0 before. rests: whether a heavy tenant rests after it.
+    """
 
     tenants: set[str]
     work: Callable[[], Any]
@@ -72,6 +75,7 @@ class _Job:
     # Native id of its thread, once the thread runs.
     thread_id: int = field(default=0)
     has_low_priority: bool = field(default=False)
+    rests: bool = field(default=True)
 
 
 class FairThreads:
@@ -117,16 +121,22 @@ class FairThreads:
         return self._num_pending
 
     def submit(
-        self, tenant_id: str, work: Callable[[], T], *, bounded: bool = True, weight: float | None = None
+        self,
+        tenant_id: str,
+        work: Callable[[], T],
+        *,
+        bounded: bool = True,
+        rests: bool = True,
+        weight: float | None = None,
     ) -> "Future[T]":
         """Queue work for a tenant. Cancelling the future before its start removes the job from the queue.
 
-        weight: the tenant's share of the threads relative to others, above 0. None: as given for its other waiting
-        jobs, else 1.
+        rests: whether a heavy tenant rests after the job. weight: the tenant's share of the threads relative to others,
+        above 0. None: as given for its other waiting jobs, else 1.
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
         if the tenant's CPU time is used up before its turn, and OSError (ENOMEM) if the system starts no thread.
         """
-        job = _Job(set(), work, Future())
+        job = _Job(set(), work, Future(), rests=rests)
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads are closed")
@@ -236,7 +246,8 @@ class FairThreads:
         for tenant_id in job.tenants:
             self._used.add(tenant_id, seconds)
             self._cpu_used.add(tenant_id, cpu_seconds)
-            self._rest(tenant_id, cpu_seconds)
+            if job.rests:
+                self._rest(tenant_id, cpu_seconds)
 
     def _rest(self, tenant_id: str, cpu_seconds: float) -> None:
         """Delay the start of a heavy tenant's next job. Work without a tenant ("") is not delayed."""

@@ -1,9 +1,9 @@
 """Bound of the time to first token of each request of `benchmarks.residency`: docs/design/step-loop.md, "A request with
 free seats and blocks".
 
-All tenants have weight 1, and all prompts the same length. The bound is known when the wait begins, except for the
-service that the request's own tenant receives during the wait. It is therefore compared with the elapsed time at each
-moment of the wait, with the service until that moment only: later service of the tenant cannot excuse an earlier delay.
+All tenants have weight 1, and all prompts the same length. During a wait the bound grows with the service of the
+request's own tenant and with the arrival of further tenants. Each moment of the wait is compared with the bound by
+then, so later service cannot excuse an earlier delay.
 
 The lead of a request's tenant over another one is estimated from above: its tokens so far, with a load for each
 request, less the other tenant's tokens.
@@ -47,7 +47,8 @@ class Wait:
     """The wait of a request for its first token, in seconds, and its bounds.
 
     part: elapsed time divided by the bound at the moment of the wait at which this is greatest; above 1 the request was
-    late. bound: the bound of that moment. at_start: the bound without any request that came after this one.
+    late. bound: the bound of that moment. at_start: the bound without its tenant's requests sent more than a host load
+    later; every other tenant counts, also one that comes during the wait.
     """
 
     tenant: str

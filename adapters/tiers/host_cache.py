@@ -36,7 +36,7 @@ ROOM_SECONDS = 30.0
 # Number of digests whose last requesting tenant is remembered.
 MAX_ASKED = 4096
 LIMITLESS = 1 << 62
-# Loads of tenants with many of them run at low priority.
+# A heavy tenant's loads run at low priority.
 YIELDING = Yielding()
 # Queue of `register` among those of the tenants; no tenant has this name.
 FOLDERS = "\n"
@@ -63,7 +63,7 @@ class HostCache:
         yielding: Yielding = YIELDING,
     ) -> None:
         """ended: called on the load's thread with each load's result and the seconds since its start. yielding: how
-        loads of tenants with many of them yield to the steps.
+        a heavy tenant's loads yield to the steps.
         """
         self._reader, self._ended = AdapterReader(dtype, base_tensor), ended
         self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes or 0, dtype
@@ -208,7 +208,7 @@ class HostCache:
 
     def register(self, path: str) -> "Future[str]":
         """Call `add_path` on a loading thread, at low priority if it takes long, so that steps keep the cores."""
-        return self._threads.submit(FOLDERS, partial(self.add_path, path), bounded=False)
+        return self._threads.submit(FOLDERS, partial(self.add_path, path), bounded=False, rests=False)
 
     def add_mixture(self, mixture: Mixture) -> None:
         """Make a mixture loadable by its digest until `remove_mixture`."""

@@ -11,7 +11,7 @@ FOREIGN_MOST, OWN_MOST = 32, 544
 LONG_ANSWER = 64
 FOREIGN_LARGEST: dict[str, Any] = {"prompt": ["a"] * FOREIGN_MOST}
 OWN_LARGEST: dict[str, Any] = {"prompt": ["a"] * (OWN_MOST // 16), "n": 16, "temperature": 1}
-# More than half for either engine.
+# Refused by both engines: more sequences than half of the places, or `n` above its limit of 16.
 REFUSED: list[dict[str, Any]] = [
     {"prompt": ["a"] * 1000},
     {"prompt": "a", "n": 128},
@@ -48,7 +48,7 @@ async def too_many(attacker: Attacker, largest: dict[str, Any]) -> None:
 
 @attack(
     "many-sequences",
-    f"1,000 to 16,000 sequences in a request to a vLLM server, {AT_ONCE} at once, and the largest that it takes",
+    f"128 to 16,000 sequences in a request to a vLLM server, {AT_ONCE} at once, and the largest that it takes",
     place="vllm",
 )
 async def many_foreign(attacker: Attacker) -> None:
@@ -61,8 +61,8 @@ async def many_foreign(attacker: Attacker) -> None:
     place="vllm",
 )
 async def long_foreign(attacker: Attacker) -> None:
-    """Keep all places of the server for half a second at a time. The server runs sequences in order of arrival, so a
-    neighbour waits for the end of a request.
+    """Send requests of half the server's places, two of which would fill it. The server runs sequences in order of
+    arrival, so a neighbour behind both would wait for a whole answer.
     """
 
     async def one(index: int) -> None:
@@ -74,7 +74,7 @@ async def long_foreign(attacker: Attacker) -> None:
 
 @attack(
     "many-own-sequences",
-    f"1,000 to 16,000 sequences in a request to our engine, {AT_ONCE} at once, and the largest that it takes",
+    f"128 to 16,000 sequences in a request to our engine, {AT_ONCE} at once, and the largest that it takes",
     # Each tenant may fill its part of the batch; the refused requests and their number at once are judged.
     honest="sequences-in-turn",
 )

@@ -45,9 +45,9 @@ from wire.mixtures import Mixture
 
 # Adapters in host memory that a state lists.
 REPORTED_ON_HOST = 512
-# Loads on a device whose steps run on the same cores: a tenant with more than a second of them recently uses a fifth of
-# a core for further ones. At full speed its loads doubled a neighbour's time to first token (docs/lab-notes.md).
-HOST_YIELDING = Yielding(after_seconds=1.0, nice=10, rest=4.0)
+# If steps run on the CPU, a heavy tenant's loads take at most a fifth of a core. At full speed they doubled a
+# neighbour's time to first token (docs/lab-notes.md).
+HOST_YIELDING = Yielding(rest=4.0)
 # Maximum rule tokens compiled on the event loop; a thousand words take about 2 ms.
 QUICK_RULES = 256
 

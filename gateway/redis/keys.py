@@ -1,7 +1,8 @@
 """Names of all keys in Redis, each with its type, lifetime and reason. `key_format.py` says how a name changes.
 
 A tenant's keys have its id as hash tag, `{...}`: they are on one shard of a cluster, so that one script can use them.
-A *turn* is a string that exists while a process does some work, so that no other process begins. A deployment is named
+A *lock* is a string that only expires: the process that sets it does the work, and no other process begins until it has
+expired. A deployment is named
 by a value that only its processes share, such as the database's URL; the key has a part of its hash.
 """
 
@@ -27,15 +28,15 @@ USAGE_BACKLOG_KEY = "loraplex:usage:backlog"
 # String with a JSON object, 60 s. Numbers of events of the tenants with the most. Previous releases have none.
 USAGE_BACKLOG_OF_TENANTS_KEY = "loraplex:usage:backlog:tenants"
 
-# Turn, seconds. A gateway settles the leases of dead gateways.
+# Lock, seconds. A gateway settles the leases of dead gateways.
 LEASE_SWEEPER_KEY = "loraplex:sweeper"
-# Turn, seconds. A process reads the usage events that others have left.
+# Lock, seconds. A process reads the usage events that others have left.
 USAGE_SWEEPER_KEY = "loraplex:usage:sweeper"
-# Turn, 15 s. A gateway removes the limits of ended keys.
+# Lock, 15 s. A gateway removes the limits of ended keys.
 LIMITS_REMOVER_KEY = "loraplex:quota:remover"
-# Turn, one hour. A process does the hourly chores.
+# Lock, one hour. A process does the hourly chores.
 HOUSEKEEPING_KEY = "loraplex:housekeeping"
-# Turn, seconds during a search and minutes during a check. A gateway checks golden answers.
+# Lock, seconds during a search and minutes during a check. A gateway checks golden answers.
 GOLDEN_KEY = "loraplex:golden"
 
 
@@ -102,7 +103,7 @@ def idempotency_key(hashed: str) -> str:
 
 
 def probe_key(tenant_id: str, name: str, version: int) -> str:
-    """Return the key of the turn to probe a version of an adapter.
+    """Return the key of the lock to probe a version of an adapter.
 
     It lives for 90 s, so that a process that dies does not stop the probe.
     """

@@ -44,7 +44,7 @@ def test_adapters_of_one_recipe_are_parsed_once_and_read_the_same(tmp_path, monk
     assert len(parsed) == 1
     assert len({checkpoint.digest for checkpoint in found}) == 3
     assert {checkpoint.folder.name for checkpoint in found} == {"0", "1", "2"}
-    monkeypatch.setattr("adapters.checkpoint._REMEMBERED_BYTES", 0)
+    monkeypatch.setattr("adapters.checkpoint._MAX_CACHED_BYTES", 0)
     for checkpoint in found:
         assert open_checkpoint(checkpoint.folder) == checkpoint
     assert len(parsed) == 4

@@ -9,9 +9,9 @@ A tenant below its share of the places does not wait: it is admitted beyond the 
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
 would wait for their ends. This holds for engines that order tenants themselves; others never get more than they run.
 
-Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. The
-requests of a tenant with several sequences get at most half of the places: they end together, so a tenant that arrives
-behind them would otherwise wait for a whole answer. If too few places are free for the request whose turn it is, only
+Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. A
+tenant's requests of several sequences leave half of the places free: their sequences end together, so a tenant behind
+them would wait for a whole answer. If too few places are free for the request whose turn it is, only
 tenants below their share of the places pass it. After PASS_SECONDS an engine is kept free for it, and they pass only to
 the other engines. A request that is too large for every available engine is admitted at once, so that it fails without
 a wait.
@@ -104,9 +104,10 @@ class Capacity(NamedTuple):
         return not size or (inside + size <= self.own and size <= max(1, self.room))
 
     def leaves_half(self, sequences: int, inside: int) -> bool:
-        """Return whether half of this process's places is left beside a request and those of its tenant, which take
-        `inside` places. Always true for a single sequence, a tenant without other requests, and engines that order
-        tenants.
+        """Return whether a request leaves half of this process's places free of its tenant.
+
+        Return True for a single sequence, for a tenant without requests, and if an engine orders tenants. inside:
+        number of places that the tenant's requests take.
         """
         size = 0 if self.places or sequences == 1 else self.size(sequences)
         return not size or not inside or inside + size <= self.own // 2

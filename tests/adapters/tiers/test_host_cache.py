@@ -186,7 +186,7 @@ def test_values_too_large_for_the_dtype_are_refused(make_cache, store, tmp_path)
 
 
 def test_the_largest_values_of_a_file_are_finite_in_bf16(make_cache, store, tmp_path):
-    """So the reader checks conversions to fp16 only. Larger ones are refused as NaN or infinite."""
+    """The reader therefore checks only conversions to fp16. The store refuses larger values as NaN or infinite."""
     name, almost = key(0, "q_proj", "A"), b"\xff\xff\xff\x7e"
     digest = store.put(write(tmp_path / "x", {**tensors(), name: ("F32", [4, 16], 64 * almost)}), BASE).digest
     adapter = load(make_cache(dtype=torch.bfloat16), digest)
