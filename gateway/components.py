@@ -246,7 +246,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     _connect_quarantine(registry, quarantine)
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    kept_engine = KeptEngine(redis, settings.database_url, lambda: bool(quarantine.known.recent()))
+    kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
     quarantine.is_alone = isolation.is_alone
     attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)

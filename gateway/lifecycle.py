@@ -142,7 +142,6 @@ class Lifecycle:
             yield
         await serving.quarantine.leave()
         await serving.fleet.prefetch.close()
-        await serving.fleet.turns.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
         ledger, refusals = self._gateway.billing.ledger, self._gateway.records.refusals

@@ -18,7 +18,7 @@ from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.health import network_reason
 from gateway.fleet.engines.own_requests import named
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import Death
+from gateway.fleet.failures.deaths import Death
 from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
@@ -137,7 +137,7 @@ class AdapterProber:
         """Return whether the adapter may be probed beside other tenants' requests. Raises AdapterRefused, NotProbed."""
         recent = self._quarantine.deaths(suspect)
         known = [each for each in {*self._deaths.get(suspect, ()), *recent} if each.tenants == {suspect.tenant_id}]
-        alone = [each for each in known if not self._quarantine.known.is_forgotten(suspect.tenant_id, each)]
+        alone = [each for each in known if not self._quarantine.is_forgotten(suspect.tenant_id, each)]
         if len(alone) >= DEATHS_UNTIL_REFUSED:
             log.error("adapter %s is refused: engines died during its probes", digest_name(suspect.mark))
             text = f"{DEATHS_UNTIL_REFUSED} engines died while they probed this adapter"

@@ -17,11 +17,9 @@ from gateway.fleet.calls.call import Call, EngineGone, EngineRefused, EngineWith
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.own_requests import InFlight, NamedBody
-from gateway.fleet.failures.death import UNKNOWN_TENANTS
-from gateway.fleet.failures.deaths import Suspicion
+from gateway.fleet.failures.deaths import UNKNOWN_TENANTS, Suspicion
 from gateway.fleet.failures.isolation import Isolation, NotAlone
 from gateway.fleet.failures.quarantine import Quarantined
-from gateway.fleet.failures.tenant_turns import TenantTurns
 from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.engine_service import EngineService
 from gateway.fleet.queueing.queue import Place
@@ -104,7 +102,6 @@ class Fleet:
         self._attempts = attempts
         self._quarantine = attempts.quarantine
         self._isolation = isolation
-        self.turns = TenantTurns(isolation, attempts.quarantine)
         self._queues = queues
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
@@ -204,21 +201,19 @@ class Fleet:
 
         At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
         such tenants once more, it leaves the queue and waits for an engine that is kept for it. Returns None if it is
-        no longer suspected. Another request waits in its tenant's turn for the engine that is kept for the tenant.
-        Raises EngineRefused.
+        no longer suspected. Raises EngineRefused.
         """
-
-        def usable(engine: EngineRecord) -> bool:
-            return tries.allow(call, engine) and not self._quarantine.died_lately(engine)
-
         suspicion = await self._suspicion(call)
         if suspicion is None:
-            return await self._kept_for_tenant(call, usable, held) or self._choose(call, tries)
+            return self._choose(call, tries)
         if not tries.was_suspected:
             tries.was_suspected = True
             tries.engines.clear()
         if self._best(call, tries, self._conditions(call, tries)) is None:
             raise self._none_left(call, tries)
+
+        def usable(engine: EngineRecord) -> bool:
+            return tries.allow(call, engine) and not self._quarantine.died_lately(engine)
 
         def is_without_them(engine: EngineRecord) -> bool:
             if UNKNOWN_TENANTS in suspicion.others:
@@ -234,19 +229,6 @@ class Fleet:
         alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._suspicion(call))
         try:
             return await held.enter_async_context(alone)
-        except NotAlone as error:
-            raise EngineRefused(error) from error
-
-    async def _kept_for_tenant(self, call: Call, usable: Usable, held: AsyncExitStack) -> EngineRecord | None:
-        """Return the engine on which a suspected tenant's requests run apart; None for any other request.
-
-        Raises EngineRefused.
-        """
-        if call.engine is not None:
-            # The gateway's own checks ask an engine of their choice.
-            return None
-        try:
-            return await held.enter_async_context(self.turns.engine(call.model.base, call.tenant.id, usable))
         except NotAlone as error:
             raise EngineRefused(error) from error
 

@@ -2,8 +2,6 @@
 
 A suspect is a cause only if no other tenant had requests on the engine at each of its deaths. Deaths that a gateway
 process may still have to report, because it stands still or was killed, show no cause: any tenant may have been there.
-A tenant that was there at several deaths without a known cause is suspected and runs apart (`tenant_turns.py`). Only
-deaths at which it was alone count against it.
 """
 
 import math
@@ -12,18 +10,60 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import LATE_SECONDS, Death, at_each, has_others, one_of_each_instance
 from gateway.fleet.failures.shared_deaths import Report
 
 TENANT = "tenant"
 # Deaths until a request, or an adapter with any requests, is quarantined. The last number is the deaths by a tenant's
 # requests and adapters in quarantine, without any other tenant's requests there, until all of its requests are refused.
 LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
-# Deaths without a known cause, one of them beside another tenant, until a tenant with requests there is suspected. From
-# its first death beside another tenant on, deaths at which it is alone count as those by its requests in quarantine.
-SUSPECTED_DEATHS = 3
+# Broken connections to an engine within this time (seconds) count as a single death. A process that stood still reports
+# a death later. Its first report counts towards a death of the same instance of the engine; if the instance is unknown,
+# towards a death less than LATE_SECONDS before, because a foreign server takes longer to start again.
+ONE_DEATH_SECONDS, LATE_SECONDS = 2.0, 20.0
+# Stands for tenants that are unknown.
+UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
+
+
+class Death(msgspec.Struct, eq=False):
+    """An engine's death. at: its time on this process's clock. instance: the engine's instance, None if unknown.
+
+    reported: the tenants whose requests the engine had, and suspects: the requests and adapters that may be the cause,
+    as far as they are reported. processes: those that may have had requests there. answered: those that have reported.
+    former_culprits: the tenants that had a suspect in quarantine when an operator ended their quarantine.
+    """
+
+    engine: str
+    instance: str | None
+    at: float
+    reported: set[str] = set()
+    suspects: set[Suspect] = set()
+    processes: set[str] = set()
+    answered: set[str] = set()
+    former_culprits: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all tenants whose requests the engine had are known."""
+        return self.processes <= self.answered and UNKNOWN_TENANTS not in self.reported
+
+    @property
+    def tenants(self) -> set[str]:
+        """Return the tenants whose requests the engine had, with UNKNOWN_TENANTS until all are known."""
+        return self.reported if self.is_complete else self.reported | {UNKNOWN_TENANTS}
+
+    def is_of(self, process: str, instance: str | None, at: float) -> bool:
+        """Return whether a process's report of the engine's death at a time is of this death."""
+        if None not in (instance, self.instance) and instance != self.instance:
+            return False
+        if abs(at - self.at) < ONE_DEATH_SECONDS:
+            return True
+        if process in self.answered:
+            return False
+        return None not in (instance, self.instance) or abs(at - self.at) < LATE_SECONDS
 
 
 class Suspicion(NamedTuple):
@@ -58,14 +98,9 @@ class Deaths:
         self._ended: set[str] = set()
         # Time of the last end of a tenant's quarantine by an operator. Evidence of earlier deaths does not count.
         self._forgotten: dict[str, float] = {}
-        # Results until the next report: suspects in quarantine by tenant, tenants that caused a death, deaths at which
-        # a tenant was and another is not known to be the cause, and tenants of which all requests are refused.
+        # Results until the next report: suspects in quarantine by tenant, and tenants that caused a death.
         self._quarantined: dict[str, set[Suspect]] = {}
         self._culprits: dict[Death, set[str]] = {}
-        self._presences: dict[str, list[Death]] = {}
-        self._refused_tenants: set[str] | None = None
-        # Time until which deaths do not make a tenant suspected on a base model (its id), because it ran apart since.
-        self._cleared: dict[tuple[str, str], float] = {}
 
     def apply(self, report: Report, at: float, process: str) -> Death:
         """Add a process's report, and return its death. at: the death's time on this process's clock."""
@@ -120,7 +155,7 @@ class Deaths:
 
     def _judge(self, key: Suspect) -> None:
         """Set whether a suspect is a candidate."""
-        if len(one_of_each_instance(self._of[key])) >= LIMITS.get(key.kind, math.inf):
+        if len(_one_of_each_instance(self._of[key])) >= LIMITS.get(key.kind, math.inf):
             self._candidates[key.tenant_id].add(key)
         else:
             self._remove_candidate(key)
@@ -134,8 +169,6 @@ class Deaths:
     def _forget_results(self) -> None:
         self._quarantined.clear()
         self._culprits.clear()
-        self._presences.clear()
-        self._refused_tenants = None
 
     def clear(self, key: Suspect) -> None:
         """Forget the deaths of a request that has run to its end, but for the last one."""
@@ -190,12 +223,12 @@ class Deaths:
         return sorted(found, key=lambda death: death.at)
 
     def has_candidate(self, tenant_id: str) -> bool:
-        """Return whether the tenant, or a request or an adapter of it, has enough deaths for a quarantine."""
+        """Return whether a request or an adapter of the tenant has enough deaths for a quarantine."""
         since = self._clock() - self.seconds
         for key in [key for key in self._candidates.get(tenant_id, ()) if self._of[key][-1].at <= since]:
             self._forget_results()
             self._remove_candidate(key)
-        return tenant_id in self._candidates or tenant_id in self._refused()
+        return tenant_id in self._candidates
 
     def causes_of(self, key: Suspect) -> Sequence[Death]:
         """Return the deaths for which a suspect is in quarantine, the newest last. There are none if it is not.
@@ -203,72 +236,13 @@ class Deaths:
         An instance of an engine dies once, so only the first of its deaths is among them.
         """
         if key.kind == TENANT:
-            found = self._by_suspects(key.tenant_id), self._alone_since(key.tenant_id, -math.inf)
-            deaths = next((each for each in found if len(each) >= LIMITS[TENANT]), [])
+            alone = [death for death in self.recent() if death.tenants == {key.tenant_id} == self._culprits_of(death)]
+            deaths = [death for death in alone if not self.is_forgotten(key.tenant_id, death)]
+            deaths.sort(key=lambda death: death.at)
         else:
             deaths = self._of[key] if key in self._causes(key.tenant_id) else []
-        deaths = one_of_each_instance(deaths)
+        deaths = _one_of_each_instance(deaths)
         return deaths if len(deaths) >= LIMITS.get(key.kind, math.inf) else []
-
-    def _by_suspects(self, tenant_id: str) -> list[Death]:
-        """Return the deaths at which a tenant was alone with a suspect that is in quarantine, one of each instance."""
-        alone = [death for death in self.recent() if death.tenants == {tenant_id} == self._culprits_of(death)]
-        deaths = [death for death in alone if not self.is_forgotten(tenant_id, death)]
-        return one_of_each_instance(sorted(deaths, key=lambda death: death.at))
-
-    def _present_since(self, tenant_id: str, at: float) -> list[Death]:
-        """Return the deaths after a time at which a tenant was, and of which no other tenant's suspect is the cause.
-
-        There is one of each instance, in their order.
-        """
-        if tenant_id not in self._presences:
-            found = [
-                death
-                for death in self._known
-                if tenant_id in death.reported
-                and not self.is_forgotten(tenant_id, death)
-                and not self._culprits_of(death) - {tenant_id}
-            ]
-            self._presences[tenant_id] = one_of_each_instance(sorted(found, key=lambda death: death.at))
-        since = max(at, self._clock() - self.seconds)
-        return [death for death in self._presences[tenant_id] if death.at > since]
-
-    def _alone_since(self, tenant_id: str, at: float) -> list[Death]:
-        """Return the deaths after a time at which a tenant was alone, from its first one beside another tenant on."""
-        deaths = self._present_since(tenant_id, at)
-        first = next((number for number, death in enumerate(deaths) if has_others(death, tenant_id)), len(deaths))
-        return [death for death in deaths[first:] if death.tenants == {tenant_id}]
-
-    def is_suspected(self, tenant_id: str, base: str) -> bool:
-        """Return whether a tenant's requests for a base model (its id) must run apart for a time."""
-        if len(self._known) < SUSPECTED_DEATHS:
-            return False
-        deaths = self._present_since(tenant_id, self._cleared.get((tenant_id, base), -math.inf))
-        if len(deaths) < SUSPECTED_DEATHS:
-            return False
-        refused = self._refused() - {tenant_id}
-        deaths = [death for death in deaths if death.reported.isdisjoint(refused)]
-        return len(deaths) >= SUSPECTED_DEATHS and any(has_others(death, tenant_id) for death in deaths)
-
-    def was_alone(self, tenant_id: str, base: str) -> bool:
-        """Return whether a tenant that was suspected on a base model was alone at a death since it was cleared."""
-        since = self._cleared.get((tenant_id, base), -math.inf)
-        return bool(self._alone_since(tenant_id, since)) and self.is_suspected(tenant_id, base)
-
-    def _refused(self) -> set[str]:
-        """Return the tenants of which all requests are refused, as far as the last report showed."""
-        if self._refused_tenants is None:
-            alone = {each for death in self.recent() if len(death.reported) == 1 for each in death.reported}
-            self._refused_tenants = {each for each in alone if self.causes_of(Suspect(TENANT, each, ""))}
-        return self._refused_tenants
-
-    def clear_tenant(self, tenant_id: str, base: str, at: float) -> None:
-        """Note that a tenant's requests for a base model have run apart without a death until a time.
-
-        Deaths until then no longer make it suspected there. Those at which it was alone still count against it.
-        """
-        self._cleared = {key: until for key, until in self._cleared.items() if until > self._clock() - self.seconds}
-        self._cleared[tenant_id, base] = max(at, self._cleared.get((tenant_id, base), -math.inf))
 
     def are_answered(self, deaths: Iterable[Death]) -> bool:
         """Return whether every process has answered the reports of these deaths, or had LATE_SECONDS to do so."""
@@ -282,16 +256,12 @@ class Deaths:
             return None
         limit = LIMITS[key.kind]
         if key.kind == TENANT:
-            # It ends when too few deaths are remembered, or none beside another tenant before them.
+            # It ends when too few deaths are remembered.
             first, last = deaths[limit - 1], deaths[-limit]
-            if len(self._by_suspects(key.tenant_id)) < limit:
-                known = self._present_since(key.tenant_id, -math.inf)
-                before = reversed(known[: known.index(last)])
-                last = next(death for death in before if has_others(death, key.tenant_id))
         else:
             # It began when enough deaths had shown that no other tenant was at each of them.
             numbers = range(limit, len(deaths))
-            enough = next((n for n in numbers if at_each(deaths[:n]) == {key.tenant_id}), len(deaths))
+            enough = next((n for n in numbers if _at_each(deaths[:n]) == {key.tenant_id}), len(deaths))
             first, last = deaths[enough - 1], deaths[-1]
         ends = last.at + self.seconds
         return QuarantinePeriod(key, deaths, first.at, ends) if ends > self._clock() else None
@@ -299,7 +269,7 @@ class Deaths:
     def quarantines(self, tenant_id: str | None = None) -> list[QuarantinePeriod]:
         """Return all suspects in quarantine, or those of a tenant."""
         found = list[QuarantinePeriod]()
-        for each in [*{*self._candidates, *self._refused()}] if tenant_id is None else [tenant_id]:
+        for each in [*self._candidates] if tenant_id is None else [tenant_id]:
             if self.has_candidate(each):
                 keys = Suspect(TENANT, each, ""), *sorted(self._causes(each))
                 found += [period for key in keys if (period := self.quarantine_of(key)) is not None]
@@ -315,10 +285,10 @@ class Deaths:
             return None
         deaths = [death for death in self.of(key) if not self._culprits_of(death) - {key.tenant_id}]
         enough = 1 if self._causes(key.tenant_id) else LIMITS[key.kind]
-        number = len(one_of_each_instance(deaths))
+        number = len(_one_of_each_instance(deaths))
         if number < enough or deaths[-1] is self._survived.get(key):
             return None
-        others = at_each(deaths) - {key.tenant_id}
+        others = _at_each(deaths) - {key.tenant_id}
         return Suspicion(others, number) if others else None
 
     def is_innocent(self, key: Suspect) -> bool:
@@ -330,7 +300,7 @@ class Deaths:
         """Return a tenant's requests and adapters in quarantine."""
         if tenant_id not in self._quarantined:
             candidates = self._candidates.get(tenant_id, ())
-            self._quarantined[tenant_id] = {key for key in candidates if at_each(self._of[key]) == {tenant_id}}
+            self._quarantined[tenant_id] = {key for key in candidates if _at_each(self._of[key]) == {tenant_id}}
         return self._quarantined[tenant_id]
 
     def _culprits_of(self, death: Death) -> set[str]:
@@ -340,3 +310,17 @@ class Deaths:
             found = {each for each in by_tenant if not death.suspects.isdisjoint(self._causes(each))}
             self._culprits[death] = found | death.former_culprits
         return self._culprits[death]
+
+
+def _one_of_each_instance(deaths: Iterable[Death]) -> list[Death]:
+    """Return the first death of each instance of an engine, and each death of an unknown instance, in their order."""
+    found: dict[object, Death] = {}
+    for death in deaths:
+        found.setdefault(death if death.instance is None else (death.engine, death.instance), death)
+    return list(found.values())
+
+
+def _at_each(deaths: Iterable[Death]) -> set[str]:
+    """Return the tenants with requests at each complete death, UNKNOWN_TENANTS alone if none is complete."""
+    complete = [death.reported for death in deaths if death.is_complete]
+    return set.intersection(*complete) if complete else {UNKNOWN_TENANTS}

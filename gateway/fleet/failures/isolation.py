@@ -49,13 +49,11 @@ class NotAlone(Unavailable):
 
 
 class Isolation:
-    """Turns of suspected requests. engines: returns the engines of a base model (its id). kept: the kept engine, which
-    suspected tenants have too (`tenant_turns.py`).
-    """
+    """Turns of suspected requests. engines: returns the engines of a base model (its id)."""
 
     def __init__(self, engines: Callable[[str], Sequence[EngineRecord]], kept: KeptEngine) -> None:
-        self.engines = engines
-        self.kept = kept
+        self._engines = engines
+        self._kept = kept
         # Waiting requests by tenant; the tenant whose turn is next comes first.
         self._waiting: dict[str, deque[object]] = {}
         # Start of this process's next turn at the earliest, so that other processes get one.
@@ -67,11 +65,11 @@ class Isolation:
     @property
     def is_active(self) -> bool:
         """Return whether an engine is kept."""
-        return self.kept.url is not None
+        return self._kept.url is not None
 
     def allows(self, engine: EngineRecord) -> bool:
         """Return whether the engine is not kept for a suspected request."""
-        return engine.url != self.kept.url
+        return engine.url != self._kept.url
 
     def is_alone(self, engine: EngineRecord) -> bool:
         """Return whether the engine is kept and has become free of other tenants' requests."""
@@ -79,7 +77,7 @@ class Isolation:
 
     def is_last(self, base: str, engine: EngineRecord) -> bool:
         """Return whether other requests would have no engine if this one died now, though another may come back."""
-        others = [each for each in self.engines(base) if each is not engine and each.drained is None]
+        others = [each for each in self._engines(base) if each is not engine and each.drained is None]
         return any(each.condition.may_come_back for each in others) and not any(each.available for each in others)
 
     @asynccontextmanager
@@ -96,7 +94,7 @@ class Isolation:
             is_next = waiting.enter_context(self._place(tenant_id))
             while await is_suspected():
                 if is_next() and not self.is_active and time.monotonic() >= self._next_at:
-                    if (engine := self.choose(base, tenant_id, usable)) is not None:
+                    if (engine := self._choose(base, tenant_id, usable)) is not None:
                         async with self._turn(base, engine, tenant_id, usable, until) as is_free:
                             if is_free:
                                 waiting.close()
@@ -119,8 +117,8 @@ class Isolation:
         If the client leaves, the engine is kept until it has shown that it survived the request, or LEFT_SECONDS.
         """
         async with AsyncExitStack() as turn:
-            lease = await turn.enter_async_context(self.kept.keep(engine.url))
-            is_free = lease is not None and await self.empties(base, engine, tenant_id, usable, until)
+            is_kept = await turn.enter_async_context(self._kept.keep(engine.url))
+            is_free = is_kept and await self._empties(base, engine, tenant_id, usable, until)
             if is_free:
                 self._alone = engine
                 turn.callback(setattr, self, "_alone", None)
@@ -134,14 +132,14 @@ class Isolation:
                     self._ending.add(ending)
                     ending.add_done_callback(self._ending.discard)
 
-    def choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
+    def _choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
         """Return the engine on which the fewest requests must end first, None if none is usable."""
         found = [
-            each for each in self.engines(base) if each.available and usable(each) and not self.is_last(base, each)
+            each for each in self._engines(base) if each.available and usable(each) and not self.is_last(base, each)
         ]
         return min(found, key=lambda each: each.load - each.requests.by_tenant[tenant_id], default=None)
 
-    async def empties(self, base: str, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:
+    async def _empties(self, base: str, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:
         """Wait for the ends of other tenants' requests on the engine. Return whether they have ended in time.
 
         until: end of the wait if it is before EMPTYING_SECONDS (monotonic).

@@ -1,4 +1,4 @@
-"""The engine that is kept for a suspected request or tenant: a key in Redis, so that all processes keep the same one.
+"""The engine that is kept for a suspected request: a key in Redis, so that all gateway processes keep the same one.
 
 The process with the request sets the key and renews it. The others read it several times a second while a death of an
 engine is remembered; all processes share the reports of deaths.
@@ -28,7 +28,7 @@ LEASE_SECONDS = 5.0
 RENEW_SECONDS = 1.0
 # Longest time for which the engine is kept. Then it serves all requests again.
 TURN_SECONDS = 120.0
-# KEYS: the key. ARGV: the value that it must have; its new lifetime in milliseconds, or 0 to delete it; its new value.
+# KEYS: the key. ARGV: the value that it must have; its new lifetime in milliseconds, or 0 to delete it.
 CHANGE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
     return 0
@@ -36,30 +36,12 @@ end
 if ARGV[2] == '0' then
     return redis.call('DEL', KEYS[1])
 end
-redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[2])
-return 1
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-
-
-class Lease:
-    """A process's right to keep an engine. tenant_id: the tenant for which it is kept; empty for a single request."""
-
-    def __init__(self, url: str, tenant_id: str) -> None:
-        self._mark = os.urandom(8).hex()
-        self.url, self.tenant_id = url, tenant_id
-        self.is_open = False
-
-    @property
-    def value(self) -> str:
-        """Return the key's value. The previous release reads only the address, after the first space."""
-        about = [self._mark, self.tenant_id, "open" if self.is_open else ""] if self.tenant_id else [self._mark]
-        return f"{'/'.join(about)} {self.url}"
 
 
 class KeptEngine:
     """The kept engine of a deployment. url: the engine's address; None if none is kept, as far as this process knows.
-    tenant_id: the tenant for which it is kept; empty for a single request. is_open: whether it has become free of other
-    tenants' requests, so that all processes send the tenant's there.
 
     deployment: a value that only this deployment's processes share. is_needed: returns whether any request may be
     suspected.
@@ -67,8 +49,6 @@ class KeptEngine:
 
     def __init__(self, redis: Any, deployment: str, is_needed: Callable[[], bool]) -> None:
         self.url: str | None = None
-        self.tenant_id = ""
-        self.is_open = False
         self._known_at = -math.inf
         self._redis = redis
         self._change = redis.register_script(CHANGE)
@@ -77,45 +57,34 @@ class KeptEngine:
         self._outage = Outage(log, "keeping an engine for a suspected request")
 
     @asynccontextmanager
-    async def keep(self, url: str, tenant_id: str = "") -> AsyncIterator[Lease | None]:
-        """Keep an engine until the block ends, at most TURN_SECONDS. Yield None if another one is kept.
+    async def keep(self, url: str) -> AsyncIterator[bool]:
+        """Keep an engine until the block ends, at most TURN_SECONDS. Yield False if another one is kept.
 
         Without Redis no engine is kept.
         """
-        lease = Lease(url, tenant_id)
-        taking = self._redis.set(self._key, lease.value, nx=True, px=int(1000 * LEASE_SECONDS))
+        value = f"{os.urandom(8).hex()} {url}"
+        taking = self._redis.set(self._key, value, nx=True, px=int(1000 * LEASE_SECONDS))
         if await self._answer(taking) in (None, FAILED):
-            yield None
+            yield False
             return
-        self._note(lease.value)
-        renewing = asyncio.create_task(self._renew(lease))
+        self._note(url)
+        renewing = asyncio.create_task(self._renew(url, value))
         try:
-            yield lease
+            yield True
         finally:
             renewing.cancel()
-            await self._give_back(lease)
+            await self._give_back(url, value)
 
-    async def open(self, lease: Lease) -> bool:
-        """Let all processes send the requests of the lease's tenant to its engine. Return whether it is still kept."""
-        before, lease.is_open = lease.value, True
-        if await self._change_value(before, int(1000 * LEASE_SECONDS), lease.value) != 1:
-            return False
-        self._note(lease.value)
-        return True
-
-    async def _renew(self, lease: Lease) -> None:
+    async def _renew(self, url: str, value: str) -> None:
         for _ in range(int(TURN_SECONDS / RENEW_SECONDS)):
             await asyncio.sleep(RENEW_SECONDS)
-            await self._change_value(lease.value, int(1000 * LEASE_SECONDS), lease.value)
-        await self._give_back(lease)
+            await self._answer(self._change(keys=[self._key], args=[value, int(1000 * LEASE_SECONDS)]))
+        await self._give_back(url, value)
 
-    async def _give_back(self, lease: Lease) -> None:
-        if self.url == lease.url:
-            self._note(None)
-        await self._change_value(lease.value, 0, "")
-
-    async def _change_value(self, before: str, lifetime: int, value: str) -> Any:
-        return await self._answer(self._change(keys=[self._key], args=[before, lifetime, value]))
+    async def _give_back(self, url: str, value: str) -> None:
+        if self.url == url:
+            self.url = None
+        await self._answer(self._change(keys=[self._key], args=[value, 0]))
 
     async def watch(self) -> None:
         """Read which engine is kept, until cancelled. Run it as a task."""
@@ -128,16 +97,12 @@ class KeptEngine:
         """Read which engine is kept. Without an answer, the last known one counts for LEASE_SECONDS."""
         value = await self._answer(self._redis.get(self._key))
         if value is not FAILED:
-            self._note(value.decode() if value else None)
+            self._note(value.decode().partition(" ")[2] if value else None)
         elif time.monotonic() > self._known_at + LEASE_SECONDS:
-            self._note(None)
+            self.url = None
 
-    def _note(self, value: str | None) -> None:
-        """Note the key's value, None if there is none."""
-        about, _, url = (value or "").partition(" ")
-        _, self.tenant_id, opened = f"{about}//".split("/")[:3]
-        self.url, self.is_open = url or None, bool(opened)
-        self._known_at = time.monotonic()
+    def _note(self, url: str | None) -> None:
+        self.url, self._known_at = url, time.monotonic()
 
     async def _answer(self, call: Awaitable[Any]) -> Any:
         """Return the answer of Redis, FAILED if there is none in time."""

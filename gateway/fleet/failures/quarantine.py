@@ -23,11 +23,19 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.own_requests import NamedBody, Names
 from gateway.fleet.engines.suspects import OrphanedRequests, Suspect
-from gateway.fleet.failures.death import LATE_SECONDS, ONE_DEATH_SECONDS, UNKNOWN_TENANTS, Death
-from gateway.fleet.failures.deaths import TENANT, Deaths, QuarantinePeriod, Suspicion
+from gateway.fleet.failures.deaths import (
+    LATE_SECONDS,
+    ONE_DEATH_SECONDS,
+    TENANT,
+    UNKNOWN_TENANTS,
+    Death,
+    Deaths,
+    QuarantinePeriod,
+    Suspicion,
+)
 from gateway.fleet.failures.quarantine_log import QuarantineLog
 from gateway.fleet.failures.request_names import RequestNames, computed
-from gateway.fleet.failures.shared_deaths import CLEARED, ENDED_BY_OPERATOR, NO_ENGINE, Report, SharedDeaths
+from gateway.fleet.failures.shared_deaths import ENDED_BY_OPERATOR, NO_ENGINE, Report, SharedDeaths
 
 log = logging.getLogger(__name__)
 
@@ -129,16 +137,9 @@ class Quarantine:
         self._deaths.clear(key)
 
     @property
-    def known(self) -> Deaths:
-        """Return the deaths that this process knows."""
-        return self._deaths
-
-    async def clear_tenant(self, tenant_id: str, base: str) -> None:
-        """Note in all processes that a suspected tenant's requests for a base model have run apart without a death."""
-        self._deaths.clear_tenant(tenant_id, base, self._clock())
-        if self._shared is not None:
-            # Without Redis, the other processes find it out for themselves.
-            await self._shared.add(Report(CLEARED, [tenant_id], [], base=base), self._deaths.seconds)
+    def remembers_deaths(self) -> bool:
+        """Return whether an engine's death is remembered, so that a request may be suspected, perhaps elsewhere."""
+        return bool(self._deaths.recent())
 
     def check_adapter(self, tenant_id: str, name: str) -> None:
         """Raise Quarantined for an adapter in quarantine, by its name there, or for its tenant."""
@@ -180,6 +181,10 @@ class Quarantine:
         self._deaths.forget(tenant_id, at)
         self._announcer.announce()
         return found
+
+    def is_forgotten(self, tenant_id: str, death: Death) -> bool:
+        """Return whether a death is no evidence against a tenant, because an operator ended its quarantine since."""
+        return self._deaths.is_forgotten(tenant_id, death)
 
     def died(self, engine: EngineRecord, tenant_id: str, names: Names, instance: str | None = None) -> None:
         """Note that an engine died with a tenant's request, and report it to the other processes in the background.
@@ -314,9 +319,6 @@ class Quarantine:
             elif report.engine == ENDED_BY_OPERATOR:
                 for tenant_id in report.tenants:
                     self._deaths.forget(tenant_id, self._clock() - age)
-            elif report.engine == CLEARED:
-                for tenant_id in report.tenants:
-                    self._deaths.clear_tenant(tenant_id, report.base, self._clock() - age)
             elif age < self._deaths.seconds:
                 death = self._deaths.apply(report, self._clock() - age, entry.process)
                 self._announcer.note_other(entry)

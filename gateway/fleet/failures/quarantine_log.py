@@ -30,19 +30,19 @@ class QuarantineLog:
         self._begun: dict[tuple[str, str], list[QuarantinePeriod]] = {}
 
     def note_own(self, suspects: Iterable[Suspect]) -> None:
-        """Note that this process reports suspects, so that it announces their and their tenants' quarantines."""
-        self._unannounced.update(dict.fromkeys(_with_tenants(suspects)))
+        """Note that this process reports suspects, so that it announces their quarantines."""
+        self._unannounced.update(dict.fromkeys(suspects))
 
     def note_sent(self, suspects: Iterable[Suspect], entry_id: tuple[int, ...]) -> None:
         """Note the entry with a report of this process."""
-        for key in _with_tenants(suspects):
+        for key in suspects:
             if key in self._unannounced:
                 self._unannounced[key] = entry_id
                 self._yield_to_later_entry(key, self._others.pop(key, ()))
 
     def note_other(self, entry: Entry) -> None:
         """Let the process of an entry announce its quarantines, if the entry is later than this process's own."""
-        for key in _with_tenants(entry.report.suspects):
+        for key in entry.report.suspects:
             if self._unannounced.get(key, ()) is None:
                 self._others[key] = entry.id
             else:
@@ -60,19 +60,15 @@ class QuarantineLog:
         Another process may have reported a death later, so its answer is awaited.
         """
         self._announced = {key for key in self._announced if self._deaths.causes_of(key)}
-        # A tenant's last death may be complete only after its last request's quarantine is announced.
-        present = set[str]().union(*(death.reported for death in self._deaths.recent()))
-        self._unannounced = {
-            key: own_id
-            for key, own_id in self._unannounced.items()
-            if (key.tenant_id in present if key.kind == TENANT else self._deaths.of(key))
-        }
+        self._unannounced = {key: own_id for key, own_id in self._unannounced.items() if self._deaths.of(key)}
         self._others = {key: other_id for key, other_id in self._others.items() if key in self._unannounced}
         causes = {key: self._deaths.causes_of(key) for key in self._unannounced}
         found = [key for key, deaths in causes.items() if deaths and self._deaths.are_answered(deaths)]
-        # A tenant is announced after its requests.
-        for key in sorted(found, key=lambda key: key.kind == TENANT):
+        for key in found:
             del self._unannounced[key]
+        # A tenant's last death may be complete only after its last request's quarantine is announced.
+        tenants = dict.fromkeys(each.tenant_id for each in (*found, *self._announced))
+        for key in [*found, *(Suspect(TENANT, each, "") for each in tenants)]:
             if key not in self._announced and (period := self._deaths.quarantine_of(key)) is not None:
                 self._announced.add(key)
                 self._count(key.kind)
@@ -86,9 +82,3 @@ class QuarantineLog:
         """Return the quarantines that this process has logged since the last call, MAX_BEGUN of a tenant and kind."""
         begun, self._begun = self._begun, {}
         return list(chain(*begun.values()))
-
-
-def _with_tenants(suspects: Iterable[Suspect]) -> dict[Suspect, None]:
-    """Return suspects and their tenants, each once."""
-    suspects = [*suspects]
-    return dict.fromkeys([*suspects, *(Suspect(TENANT, each.tenant_id, "") for each in suspects)])

@@ -46,9 +46,6 @@ NO_ENGINE = ""
 # Stands for the engine in a report by which an operator ends the quarantine of `tenants`. To the previous release it is
 # the death of an engine without suspects.
 ENDED_BY_OPERATOR = "ended by operator"
-# Stands for the engine in a report that `tenants` have run apart on `base` without a death. To the previous release it
-# is the death of an engine without suspects, too.
-CLEARED = "cleared"
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
 # which is the clock of the stream's ids.
 _ALIVE = """
@@ -82,11 +79,9 @@ return {redis.call('ZRANGE', KEYS[2], 0, -1), now, found and found[1][2] or {}}
 
 
 class Report(msgspec.Struct):
-    """A process's report of an engine's death, of its own end (NO_ENGINE), of quarantines' end (ENDED_BY_OPERATOR), or
-    of tenants that ran apart (CLEARED).
+    """A process's report of an engine's death, of its own end (NO_ENGINE), or of quarantines' end (ENDED_BY_OPERATOR).
 
-    tenants: those of the process's requests there, or whose quarantine or suspicion ended. base: id of a base model, in
-    a report of the latter. suspects: the requests that broke.
+    tenants: those of the process's requests there, or whose quarantine ended. suspects: the requests that broke.
     instance: the engine's, None if unknown. processes: those that must answer; none if no answer is expected. age:
     seconds since the death. left: in the last report of a process. continues: whether the report continues in the next
     entry.
@@ -100,7 +95,6 @@ class Report(msgspec.Struct):
     age: float = 0.0
     left: list[OrphanedRequests] = []
     continues: bool = False
-    base: str = ""
 
 
 class Entry(NamedTuple):

@@ -13,7 +13,7 @@ from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.own_requests import named
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.sql.database import Database

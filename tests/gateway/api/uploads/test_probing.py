@@ -199,8 +199,8 @@ async def test_an_adapter_that_kills_engines_is_refused(
     monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
     monkeypatch.setattr(validating, "CLAIM_SECONDS", 0.05)
     # The attempts follow each other faster than two deaths of an engine, and its double keeps its instance.
-    monkeypatch.setattr("gateway.fleet.failures.death.ONE_DEATH_SECONDS", 0.0)
-    monkeypatch.setattr("gateway.fleet.failures.death.LATE_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.failures.deaths.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.failures.deaths.LATE_SECONDS", 0.0)
     upstream.probe_status = 0
     async with serve() as gateway:
         acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")

@@ -3,8 +3,7 @@
 import pytest
 
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import LATE_SECONDS, UNKNOWN_TENANTS
-from gateway.fleet.failures.deaths import LIMITS, SUSPECTED_DEATHS, TENANT, Deaths, Suspicion
+from gateway.fleet.failures.deaths import LATE_SECONDS, LIMITS, TENANT, UNKNOWN_TENANTS, Deaths, Suspicion
 from gateway.fleet.failures.shared_deaths import Report
 from tests.gateway.fleet.failures.test_quarantine import Clock
 
@@ -122,101 +121,3 @@ def test_a_break_of_a_former_instance_hides_no_cause_of_the_next_ones_death(deat
     deaths.apply(Report("e", ["v"], [REQUEST], "next", ["one"]), clock(), "one")
     deaths.apply(Report("e", ["v", UNKNOWN_TENANTS], [], "former", ["one"]), clock(), "one")
     assert [death.tenants for death in deaths.of(REQUEST)] == [{"v"}]
-
-
-def suspect(number: int, tenant: str = "v") -> Suspect:
-    return Suspect("request", tenant, f"{number}")
-
-
-def is_refused(deaths: Deaths, tenant: str) -> bool:
-    return bool(deaths.quarantines(tenant))
-
-
-def test_a_tenant_is_suspected_by_deaths_with_different_requests_beside_others(deaths: Deaths, clock: Clock):
-    for number in range(SUSPECTED_DEATHS):
-        assert not deaths.is_suspected("v", "base")
-        note(deaths, clock, f"e{number}", "v", "b", suspect=suspect(number))
-    assert deaths.is_suspected("v", "base")
-    assert deaths.is_suspected("b", "base"), "its requests have no name"
-    assert not deaths.is_suspected("c", "base")
-    assert not deaths.was_alone("v", "base")
-    deaths.clear_tenant("v", "base", clock())
-    assert not deaths.is_suspected("v", "base")
-    assert deaths.is_suspected("v", "another base"), "its requests there may be the cause"
-    for number in range(SUSPECTED_DEATHS):
-        assert not deaths.is_suspected("v", "base")
-        note(deaths, clock, f"f{number}", "v", "b", suspect=suspect(number))
-    assert deaths.is_suspected("v", "base")
-    clock.now += 601.0
-    assert not deaths.is_suspected("v", "base")
-
-
-def test_the_only_tenant_of_a_deployment_is_not_suspected(deaths: Deaths, clock: Clock):
-    """Its engines may die for another reason, and no other tenant would gain from its refusal."""
-    for number in range(2 * LIMITS[TENANT]):
-        note(deaths, clock, f"e{number}", "v", suspect=suspect(number))
-    assert not deaths.is_suspected("v", "base")
-    assert not is_refused(deaths, "v")
-
-
-def test_a_tenant_alone_at_deaths_after_those_beside_others_is_refused(deaths: Deaths, clock: Clock):
-    note(deaths, clock, "d", "v", suspect=suspect(99))
-    began = clock() + 10.0
-    for number in range(SUSPECTED_DEATHS):
-        note(deaths, clock, f"e{number}", "v", "b", suspect=suspect(number))
-    for number in range(LIMITS[TENANT]):
-        assert not is_refused(deaths, "v"), number
-        note(deaths, clock, f"f{number}", "v", suspect=suspect(10 + number))
-        assert deaths.was_alone("v", "base")
-    [period] = deaths.quarantines("v")
-    assert period.ends == began + 10.0 * (SUSPECTED_DEATHS - 1) + 600.0
-    assert (period.suspect.kind, len(period.deaths)) == (TENANT, LIMITS[TENANT])
-    assert deaths.quarantines() == [period]
-    assert deaths.has_candidate("v")
-    assert not is_refused(deaths, "b")
-    assert not deaths.is_suspected("b", "base"), "the other tenant is the cause"
-    # The last death beside another tenant shows that others were harmed.
-    clock.now = began + 10.0 * (SUSPECTED_DEATHS - 1) + 599.0
-    assert is_refused(deaths, "v")
-    clock.now += 2.0
-    assert not is_refused(deaths, "v")
-
-
-def test_two_tenants_that_kill_in_turn_are_refused_and_a_third_one_is_not(deaths: Deaths, clock: Clock):
-    for number, killer in enumerate("abab"):
-        note(deaths, clock, f"e{number}", "v", killer, suspect=suspect(number))
-        deaths.add(deaths.recent()[-1], [suspect(number, killer)])
-    assert deaths.is_suspected("v", "base")
-    assert not deaths.is_suspected("a", "base")
-    note(deaths, clock, "f", "v", "a", "b", suspect=suspect(9))
-    assert [deaths.is_suspected(each, "base") for each in "abv"] == [True] * 3
-    for number in range(LIMITS[TENANT]):
-        for killer in "ab":
-            note(deaths, clock, f"{killer}{number}", killer, suspect=suspect(20 + number, killer))
-    assert [is_refused(deaths, each) for each in "abv"] == [True, True, False]
-    assert not deaths.causes_of(Suspect(TENANT, "v", ""))
-    assert not deaths.is_suspected("v", "base")
-
-
-@pytest.mark.parametrize("unknown", ["a process that has not answered", "tenants on a former instance"])
-def test_a_death_with_unknown_tenants_is_no_evidence_against_a_suspected_one(
-    unknown: str, deaths: Deaths, clock: Clock
-):
-    for number in range(SUSPECTED_DEATHS):
-        note(deaths, clock, f"e{number}", "v", "b", suspect=suspect(number))
-    for number in range(2 * LIMITS[TENANT]):
-        clock.now += 10.0
-        others, processes = ([], ALL) if unknown.startswith("a process") else ([UNKNOWN_TENANTS], [])
-        deaths.apply(Report(f"f{number}", ["v", *others], [suspect(number)], None, processes), clock(), "one")
-    assert not is_refused(deaths, "v")
-    assert not deaths.was_alone("v", "base")
-
-
-def test_an_operator_ends_suspicion_and_refusal_of_a_tenant(deaths: Deaths, clock: Clock):
-    for number in range(SUSPECTED_DEATHS + LIMITS[TENANT]):
-        others = ["b"] if number < SUSPECTED_DEATHS else []
-        note(deaths, clock, f"e{number}", "v", *others, suspect=suspect(number))
-    assert is_refused(deaths, "v")
-    deaths.forget("v", clock())
-    assert not is_refused(deaths, "v")
-    assert not deaths.is_suspected("v", "base")

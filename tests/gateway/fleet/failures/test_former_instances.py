@@ -10,7 +10,7 @@ import pytest
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.health import Health
 from gateway.fleet.engines.own_requests import NamedBody
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS, UNKNOWN_TENANTS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS, UNKNOWN_TENANTS
 from gateway.fleet.failures.quarantine import Quarantine
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream

@@ -111,7 +111,7 @@ async def test_an_engine_is_kept_until_others_requests_and_then_the_suspected_on
 async def test_a_request_without_an_engine_blocks_no_other_base(any_redis: Any):
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
-    turns.isolation.engines = lambda base: fleet if base == "base" else []
+    turns.isolation._engines = lambda base: fleet if base == "base" else []
 
     async def run_elsewhere() -> None:
         async with turns.isolation.engine("another base", "a", lambda _: True, always_suspected):

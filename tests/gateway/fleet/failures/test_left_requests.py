@@ -16,7 +16,7 @@ from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.health import Health
 from gateway.fleet.engines.own_requests import NamedBody
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from gateway.fleet.failures.request_names import _THREAD, INLINE_CHARS, VALUE_CHARS, RequestNames
 from gateway.fleet.routing.prefetch import Prefetch
@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     # Broken connections of one death would count as two then, but no connection breaks here.
-    monkeypatch.setattr("gateway.fleet.failures.death.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.failures.deaths.ONE_DEATH_SECONDS", 0.0)
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
     body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
 async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.fleet.failures.death.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.failures.deaths.ONE_DEATH_SECONDS", 0.0)
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
 

