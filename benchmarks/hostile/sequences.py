@@ -21,8 +21,9 @@ REFUSED: list[dict[str, Any]] = [
 
 
 async def send(attacker: Attacker, body: dict[str, Any]) -> None:
+    """Send a request and check that it is served, or refused with an error that names the field."""
     answer = await attacker.complete(**{"max_tokens": 2, "ignore_eos": True} | body)
-    # An engine that is full answers 503, but a request that it never takes is a 400 also then.
+    # A full engine answers 503; a request that no engine takes is a 400 even then.
     busy = (429,) if body in REFUSED else (429, 503)
     if answer is None or answer.status in busy:
         await attacker.pause(0.3)
@@ -75,7 +76,7 @@ async def long_foreign(attacker: Attacker) -> None:
 @attack(
     "many-own-sequences",
     f"128 to 16,000 sequences in a request to our engine, {AT_ONCE} at once, and the largest that it takes",
-    # Each tenant may fill its part of the batch; the refused requests and their number at once are judged.
+    # Each tenant may fill its part of the batch, so only the refused requests and the concurrency are judged.
     honest="sequences-in-turn",
 )
 async def many_own(attacker: Attacker) -> None:

@@ -1,9 +1,9 @@
 """Names of all keys in Redis, each with its type, lifetime and reason. `key_format.py` says how a name changes.
 
 A tenant's keys have its id as hash tag, `{...}`: they are on one shard of a cluster, so that one script can use them.
-A *lock* is a string that only expires: the process that sets it does the work, and no other process begins until it has
-expired. A deployment is named
-by a value that only its processes share, such as the database's URL; the key has a part of its hash.
+A *lock* is a string that ends by expiry only: the process that sets it does the work, and no other process begins until
+then. A deployment is named by a value that only its processes share, such as the database's URL; the key has a part of
+its hash.
 """
 
 import hashlib

@@ -11,10 +11,9 @@ would wait for their ends. This holds for engines that order tenants themselves;
 
 Foreign servers run sequences in order of arrival, so a request takes a place there for each of its sequences. A
 tenant's requests of several sequences leave half of the places free: their sequences end together, so a tenant behind
-them would wait for a whole answer. If too few places are free for the request whose turn it is, only
-tenants below their share of the places pass it. After PASS_SECONDS an engine is kept free for it, and they pass only to
-the other engines. A request that is too large for every available engine is admitted at once, so that it fails without
-a wait.
+them would wait for a whole answer. If too few places are free for the request whose turn it is, only tenants below
+their share of the places pass it. After PASS_SECONDS an engine is kept free for it, and they pass only to the other
+engines. A request that is too large for every available engine is admitted at once, so that it fails without a wait.
 """
 
 import asyncio

@@ -205,6 +205,15 @@ def test_a_tenant_with_many_loads_rests_between_them_and_delays_no_other(make_ca
     assert [load.done() for load in many] == [True, True, False, False]
 
 
+def test_folders_are_registered_without_rests(make_cache, tmp_path, monkeypatch):
+    """A server registers its folders one after the other at its start, when no request runs."""
+    monkeypatch.setattr("adapters.fair_threads.MAX_REST_SECONDS", 1e6)
+    cache = make_cache(yielding=Yielding(after_seconds=0.0, nice=0, rest=1e6))
+    for seed in range(3):
+        folder = write(tmp_path / f"outside{seed}", tensors(seed=seed))
+        assert cache.register(str(folder)).result(TIMEOUT) == open_checkpoint(folder).digest
+
+
 def test_folders_outside_the_store(tmp_path):
     cache = HostCache(None, BASE, 3 * SIZE, torch.float32)
     try:
