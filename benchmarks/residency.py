@@ -12,10 +12,11 @@ requests in the same run. `--out FILE.json` also draws FILE.svg.
 zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
 and for 8. A wait is the time to the first token. `above bound` counts the requests that at some moment had waited
 longer than their bound (docs/design/step-loop.md, `residency_bound.py`); `of bound`: that time divided by the bound of
-that moment, its median and its greatest. The bound grows with the service of the request's own tenant only. `above
-bound at start`: the requests that waited longer than the bound without their tenant's later requests, which nothing
-promises. OUT has these figures of each request. `without token`: the longest time during a wait in which the request's
-tenant got no token; `above idle bound` counts those above the bound of a tenant with nothing running.
+that moment, its median and its greatest. The bound grows with the service of the request's own tenant and with the
+arrival of further tenants. `above bound at start`: the requests that waited longer than the bound without their
+tenant's later requests, which is no guarantee. OUT has these figures of each request. `without token`: the longest time
+during a wait in which the request's tenant got no token; `above idle bound` counts those above the bound of a tenant
+with nothing running.
 
 cycle: a neighbour sends one request after the other to its only adapter. Beside it another tenant has 16 streams of one
 token, with one adapter, with 1,000 in turn, and with one adapter as often as with 1,000. The phase of 1,000 lasts until
@@ -111,6 +112,7 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned], room: int
 
 
 async def run_zipf_vllm(url: str, warm: list[str], requests: list[Planned]) -> Figures:
+    """Return the figures of a run at a vLLM server, which reports no loads and has no bound."""
     async with make_session() as session:
         server = EngineClient(session, url)
         for digest in warm:
