@@ -57,7 +57,7 @@ def serve(
     """Return the seconds to compute a prompt beside other tenants' streams, and its chunks."""
     seconds, chunks = 0.0, list[int]()
     while sum(chunks) < prompt:
-        chunk = min(pacer.prompt_budget(streams, most, 1 / streams), prompt - sum(chunks))
+        chunk = min(pacer.paced_tokens(streams, most, 1 / streams), prompt - sum(chunks))
         took = machine.seconds(chunk)
         pacer.observe(took, streams, chunk)
         seconds += took
@@ -74,7 +74,7 @@ def first_token(pacer: Pacer, decode: float, fixed: float, each: float) -> float
 
 
 def main() -> None:
-    least = platform_of(torch.device("cuda")).min_chunk
+    least = platform_of(torch.device("cuda")).min_prompt_tokens
     print(f"| fixed cost, ms | {' | '.join(map(str, FIXED_MS))} |\n{'|---' * (len(FIXED_MS) + 1)}|")
     for name, (decode, each) in MODELS.items():
         for when, kind, floor in (("before", WithoutTrials, None), ("now", Pacer, least)):

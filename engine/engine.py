@@ -85,7 +85,7 @@ class Engine:
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
         self._launch_timer = LaunchTimer()
-        self._pacer = Pacer(config.prefill_stretch, platform_of(self.device).min_chunk)
+        self._pacer = Pacer(config.prefill_stretch, platform_of(self.device).min_prompt_tokens)
         self.scheduler = Scheduler(
             KVCache(parts.limits.num_blocks, config.block_size, config.enable_prefix_caching),
             self.adapters,

@@ -24,7 +24,7 @@ from wire.text.tokenizer import TokenizerError
 logger = logging.getLogger(__name__)
 
 # Exit code of an engine that failed while it served, so that its supervisor restarts it.
-FAILED = 70
+FAILED_EXIT_CODE = 70
 # Time for running requests to receive their error.
 FAILED_EXIT_S = 15.0
 
@@ -73,7 +73,7 @@ async def serve(
     except (ConfigError, TokenizerError, OSError) as exc:
         print(f"loraplex engine: {exc}", file=sys.stderr)
         return 1
-    return FAILED if failed else 0
+    return FAILED_EXIT_CODE if failed else 0
 
 
 async def _first(*waits: Coroutine[Any, Any, object]) -> None:
@@ -86,7 +86,7 @@ async def _first(*waits: Coroutine[Any, Any, object]) -> None:
 
 def _exit_within(seconds: float) -> None:
     """End the process after this time even if a thread, a device or a client blocks the exit."""
-    timer = threading.Timer(seconds, os._exit, [FAILED])
+    timer = threading.Timer(seconds, os._exit, [FAILED_EXIT_CODE])
     timer.daemon = True
     timer.start()
 
@@ -100,7 +100,7 @@ def run(
 ) -> int:
     """Run `loraplex engine` and return its exit code.
 
-    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED` once the engine
+    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED_EXIT_CODE` once the engine
     has failed. ready: called with the port once the engine serves.
     """
     try:

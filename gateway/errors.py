@@ -207,9 +207,10 @@ class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RateLimited(GatewayError):
-    """Exceeded limit. `kind` is its class: "requests", "tokens", "concurrency" or "budget".
+    """Exceeded limit.
 
-    exceeded: the limit and its amounts; None if the limit ended a running answer or upload.
+    limit_class: "requests", "tokens", "concurrency" or "budget", the `type` of the error's body. exceeded: the limit
+    and its amounts; None if the limit ended a running answer or upload.
     """
 
     status, code = 429, "rate_limit_exceeded"
@@ -218,13 +219,13 @@ class RateLimited(GatewayError):
         self,
         message: str,
         *,
-        limit: str,
+        limit_class: str,
         code: str | None = None,
         headers: Mapping[str, str],
         exceeded: Exceeded | None = None,
     ) -> None:
         super().__init__(message, code=code, headers=headers)
-        self.kind = limit
+        self.kind = limit_class
         self.exceeded = exceeded
 
 

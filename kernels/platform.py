@@ -61,14 +61,14 @@ class Platform(Protocol):
 
     name: its kind, for messages. is_host: whether its memory is the host's, which numpy can read, and work is done when
     its call returns. On other devices work is launched, runs beside the host, and can be captured in a graph.
-    has_ops: whether it computes; a simulated device does not. min_chunk: number of prompt tokens below which a step
-    beside decodes takes hardly less time.
+    has_ops: whether it computes; a simulated device does not. min_prompt_tokens: number of prompt tokens below which a
+    step beside decodes takes hardly less time.
     """
 
     name: str
     is_host: bool
     has_ops: bool
-    min_chunk: int
+    min_prompt_tokens: int
 
     def ops(
         self,

@@ -8,7 +8,7 @@ profiled). The pacer has no clock: the engine passes the times.
 A mixed step may also have a fixed cost, the same for 4 prompt tokens and for 400: on a GPU it is launched kernel by
 kernel, while a decode step is one graph. A fixed cost looks like expensive rows, so chunks would shrink, and more
 chunks would pay it more often. The pacer therefore sometimes tries a chunk of double size. If most of the step's time
-does not grow with the chunk, the larger size becomes the minimum chunk, up to the size at which the rows cost about as
+does not grow with the chunk, the larger size becomes the minimum, up to the size at which the rows cost about as
 much as the rest. A regression over past steps cannot separate the two costs: chunks are sized so that steps take
 equally long, so large chunks have cheap rows.
 """
@@ -17,9 +17,9 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Minimum chunk, so that a prompt makes progress however slow the machine seems. With thousands of keys before them, 16
+# Minimum prompt tokens, so that a prompt makes progress however slow the machine seems. With thousands of keys before them, 16
 # tokens make steps of 8 decodes on two CPU cores three times as long; 4 keep them within `stretch`.
-MIN_CHUNK = 4
+MIN_PROMPT_TOKENS = 4
 # Number of steps with prompts after which one step has decodes only, because the decode time that was learnt may be out
 # of date.
 STEPS_UNTIL_ALONE = 16
@@ -76,12 +76,12 @@ def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
 
 
 class Pacer:
-    """Chunk sizes from measured step times.
+    """Prompt tokens of a step, of all its prompts together, from measured step times.
 
-    stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum chunk, which may exceed it.
+    stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum prompt tokens, which may exceed it.
     """
 
-    def __init__(self, stretch: float, floor: int = MIN_CHUNK) -> None:
+    def __init__(self, stretch: float, floor: int = MIN_PROMPT_TOKENS) -> None:
         self._stretch = stretch
         self._floor = floor
         self._decode_seconds: float | None = None
@@ -90,12 +90,12 @@ class Pacer:
         self._rows = 0.0
         self._spent = 0.0
         self._steps_since_alone = 0
-        self._min_chunk = floor
+        self._min_tokens = floor
         self._recent: deque[_Step] = deque(maxlen=4)
         self._steps_since_trial = 0
         self._trial_interval = FIRST_TRIAL
 
-    def prompt_budget(self, num_decodes: int, most: int, prompt_pressure: float = 1.0) -> int:
+    def paced_tokens(self, num_decodes: int, most: int, prompt_pressure: float = 1.0) -> int:
         """Return the number of prompt tokens that a step with `num_decodes` decodes may compute, at most `most`.
 
         prompt_pressure: see the function of this name; values below 1 count as 1. Above 1, delaying the decodes costs
@@ -109,10 +109,10 @@ class Pacer:
         # Corrects for decodes that joined or left since the last step without prompts.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
         room = (self._stretch - 1) * max(prompt_pressure, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
-        chunk = max(self._min_chunk, int(room / each))
+        chunk = max(self._min_tokens, int(room / each))
         if self._is_trial_due:
             chunk *= 2
-        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._min_chunk > self._floor:
+        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._min_tokens > self._floor:
             chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
 
@@ -127,14 +127,14 @@ class Pacer:
             may have `num_seated - num_decodes` rows: a decode step of all these requests takes as long, and smaller
             chunks would leave seats empty.
         """
-        paced = self.prompt_budget(num_decodes, most, prompt_pressure) if num_decodes else most
+        paced = self.paced_tokens(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
-            # Light tenants' prompts were in every step. A step without prompts is due, or `prompt_budget` stays 0.
+            # Light tenants' prompts were in every step. A step without prompts is due, or `paced_tokens` stays 0.
             return PromptBudget(0, 0)
         if target is None or not self._rows:
             return PromptBudget(paced, paced)
-        within = max(self._min_chunk, int(target / self._each), min(MIN_ROWS, int(MAX_STEP_S / self._each)))
-        usual = self.prompt_budget(num_decodes, most) if num_decodes else 0
+        within = max(self._min_tokens, int(target / self._each), min(MIN_ROWS, int(MAX_STEP_S / self._each)))
+        usual = self.paced_tokens(num_decodes, most) if num_decodes else 0
         limited = min(paced, max(within - num_decodes, usual))
         if limited:  # else a step of decodes only is due
             limited = max(limited, min(num_seated, within) - num_decodes)
@@ -195,20 +195,20 @@ class Pacer:
         wider = step.rows - usual.rows
         share = (step.spent - usual.spent) / wider / each if each > 0 and wider else 1.0
         if step.tokens < usual.tokens:
-            if usual.tokens <= self._min_chunk and share > HARDLY_FIXED:
-                self._set_min_chunk(step)
+            if usual.tokens <= self._min_tokens and share > HARDLY_FIXED:
+                self._set_min_tokens(step)
         elif not self._is_trial_due:
             self._recent.clear()  # another prompt's chunk, or a change of prompt_pressure
         elif share < MOSTLY_FIXED:
-            self._set_min_chunk(step)
+            self._set_min_tokens(step)
             self._trial_interval = FIRST_TRIAL
         else:
             self._trial_interval = min(2 * self._trial_interval, LAST_TRIAL)
         self._steps_since_trial = 0
 
-    def _set_min_chunk(self, step: _Step) -> None:
+    def _set_min_tokens(self, step: _Step) -> None:
         """Make the step's size the least chunk and forget the usual steps, which had other sizes."""
-        self._min_chunk = max(self._floor, step.tokens)
+        self._min_tokens = max(self._floor, step.tokens)
         self._recent.clear()
         self._recent.append(step)
 

@@ -281,15 +281,15 @@ class Scheduler:
             del plan[request]
             self._return_service(request)
 
-    def _admit(self, request: Request, plan: Plan, budget: int, *, is_first: bool) -> bool:
+    def _admit(self, request: Request, plan: Plan, room: int, *, is_first: bool) -> bool:
         """Start a waiting request if a seat and blocks for its whole prompt are free, or if streams of tenants that are
         ahead give way. Two prompts with half of their blocks would only preempt each other.
 
-        is_first: the step has no other prompt.
+        room: prompt tokens that the step has left for it. is_first: the step has no other prompt.
         """
         prefix = self.cache.find_prefix(request)
         to_compute = request.num_tokens - len(prefix) * self.cache.block_size
-        if to_compute > budget and not self._chunked and not is_first:
+        if to_compute > room and not self._chunked and not is_first:
             return False
         lacking = (
             0 if self._seats.num_free else 1,

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing.attempts import Attempts
 from gateway.billing.charges import Charge, Ending, Used, charge
 from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.estimates import Speeds, is_clients_cause
@@ -16,6 +15,7 @@ from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
 from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
+from gateway.billing.used_engines import UsedEngines
 from gateway.error_codes import code_of, known_code
 from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.calls.answers import (
@@ -80,7 +80,7 @@ class Account:
         # Indices of the choices with an event, and of those that have ended.
         self.begun_choices: set[int] = set()
         self.ended_choices: set[int] = set()
-        self.attempts = Attempts()
+        self.used_engines = UsedEngines()
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -150,17 +150,17 @@ class Account:
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
-        self.attempts.sent(engine)
+        self.used_engines.sent(engine)
         self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""
-        self.attempts.unsent()
+        self.used_engines.unsent()
         self.prompt_tokens = 0
 
     def lost(self) -> None:
         """Record that the engine of the last `sent` died with the request, perhaps after work on it."""
-        self.attempts.died()
+        self.used_engines.died()
 
     def observe_receipt(self, receipt: Any) -> None:
         """Store the engine's receipt. Raises EngineMismatch if it is not of the request's adapter."""
@@ -210,8 +210,8 @@ class Account:
                 self.ended_choices.add(_int(choice.index, 0))
 
     def _progressed(self) -> None:
-        if self.on_progress is not None and self.attempts.engine is not None:
-            self.on_progress(self.reservation, self.attempts.engine, self.prompt_tokens, self.completion_tokens)
+        if self.on_progress is not None and self.used_engines.engine is not None:
+            self.on_progress(self.reservation, self.used_engines.engine, self.prompt_tokens, self.completion_tokens)
         if self.hold is not None:
             self.hold.use(self.completion_tokens)
 
@@ -234,7 +234,7 @@ class Account:
             endpoint=self.endpoint,
             model=self.model.name,
             adapter_digest=self.model.digest,
-            engine=self.attempts.engine,
+            engine=self.used_engines.engine,
             prompt_tokens=billed.prompt,
             completion_tokens=billed.completion,
             cached_tokens=billed.cached,
@@ -339,7 +339,7 @@ class Accounting:
     async def _close(self, account: Account) -> None:
         ended = time.monotonic()
         outcome = None
-        for engine in account.attempts.to_ask(account.ending):
+        for engine in account.used_engines.to_ask(account.ending):
             try:
                 outcome = await self._usage_logs.outcome(
                     engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS
@@ -348,7 +348,7 @@ class Accounting:
                 if await self._hand_over(account, engine, ended):
                     return
             if outcome is not None:
-                account.attempts.engine = engine
+                account.used_engines.engine = engine
                 break
         self._speeds.count_unread(account, ended)
         charged = account.charge(outcome)

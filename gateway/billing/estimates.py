@@ -7,8 +7,8 @@ server's earlier answers.
 
 from typing import Protocol
 
-from gateway.billing.attempts import Attempts
 from gateway.billing.charges import Ending
+from gateway.billing.used_engines import UsedEngines
 from gateway.errors import OutOfTime
 from gateway.fleet.calls.answers import AnswerTooLarge
 from gateway.quota.reservation import Reservation
@@ -31,7 +31,7 @@ MAX_ENGINES = 1000
 class Request(Protocol):
     """A request's account (`gateway.billing.account.Account`)."""
 
-    attempts: Attempts
+    used_engines: UsedEngines
     reservation: Reservation
     ending: Ending
     choices: int
@@ -57,17 +57,17 @@ class Speeds:
 
         ended: the request's end (monotonic).
         """
-        attempts = request.attempts
-        if not request.is_whole or attempts.engine is None or attempts.remembers:
+        used = request.used_engines
+        if not request.is_whole or used.engine is None or used.remembers:
             return
-        seconds, is_uncounted = attempts.seconds(ended), not request.completion_tokens
+        seconds, is_uncounted = used.seconds(ended), not request.completion_tokens
         if request.ending is Ending.FINISHED:
-            self._finished.put(attempts.engine, ended)
-            self.learn(attempts.engine, request.completion_tokens / request.choices, seconds)
+            self._finished.put(used.engine, ended)
+            self.learn(used.engine, request.completion_tokens / request.choices, seconds)
         elif is_uncounted and (request.is_clients_cause or request.ending in (Ending.CANCELLED, Ending.REVOKED)):
-            silent = min(seconds, ended - self._finished.get(attempts.engine, 0.0))
+            silent = min(seconds, ended - self._finished.get(used.engine, 0.0))
             worked = seconds - max(0.0, silent - SILENT_SECONDS)
-            each = min(request.reservation.max_tokens, self.tokens(attempts.engine, worked))
+            each = min(request.reservation.max_tokens, self.tokens(used.engine, worked))
             request.completion_tokens = request.choices * each
 
     def learn(self, engine: str, tokens: float, seconds: float) -> None:

@@ -1,4 +1,6 @@
-"""Recovery of requests whose gateway died: another gateway settles them with their engine's token counts."""
+"""Recovery of requests whose gateway died, or whose engine died and stays away: a gateway settles them with the
+engine's token counts.
+"""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
 """Kinds of limits, as data. The API, the command line, the dashboard, the script and its twin are derived from them.
 
-A new kind is an entry of KINDS and a line of docs/reference.md.
+A new kind is an entry of KINDS, and its row and flag in docs/reference.md.
 """
 
 from typing import Literal

@@ -76,7 +76,7 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
         )
     return RateLimited(
         message,
-        limit=limit.kind.limit_class,
+        limit_class=limit.kind.limit_class,
         code="insufficient_quota" if limit.kind.is_budget else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
         exceeded=Exceeded(
@@ -93,7 +93,7 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
         end = "The upload ends here; the received bytes count."
     return RateLimited(
         f"Rate limit reached for this {limit.owner}: {_value(limit)}. {end} Try again in {describe_wait(seconds)}.",
-        limit=limit.kind.limit_class,
+        limit_class=limit.kind.limit_class,
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )
 

@@ -19,7 +19,7 @@ class CpuPlatform(SynchronousPlatform):
     is_host = True
     has_ops = True
     # Each row takes its time here: 16 tokens after thousands of keys triple a step of 8 decodes.
-    min_chunk = 4
+    min_prompt_tokens = 4
 
     def ops(
         self,

@@ -14,7 +14,7 @@ class CudaPlatform:
     is_host = False
     has_ops = True
     # The matrix products wait for the weights up to about 200 rows, and launching a mixed step costs milliseconds.
-    min_chunk = 256
+    min_prompt_tokens = 256
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -18,7 +18,7 @@ class SimulatedPlatform(SynchronousPlatform):
     is_host = False
     has_ops = False
     # The GPU's, so that prompts are cut as there.
-    min_chunk = 256
+    min_prompt_tokens = 256
 
     def ops(self, *_: object) -> NoReturn:
         raise NotImplementedError("a simulated device runs no ops")

@@ -1,4 +1,4 @@
-"""Admission of inference requests: the key, the body, the model's name and the reservation of the tenant's limits."""
+"""Admission of inference requests: the body, the model's name and the reservation of the tenant's limits."""
 
 import sys
 import time

@@ -88,7 +88,7 @@ class Completions:
                     return await self._forward(request, endpoint, asked, account)
             finally:
                 # Without an engine there is no usage row, so the request log needs a row of the refusal.
-                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.attempts.lost is not None
+                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.used_engines.lost is not None
                 if account.ending is not Ending.FINISHED:
                     request[ENDING] = account.ending.value
                 request[LOG_FIELDS] = log_fields(account)
@@ -141,7 +141,7 @@ class Completions:
             raise refusal.error from refusal
 
     async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
-        account.attempts.answered()
+        account.used_engines.answered()
 
         async def reserve(size: int) -> None:
             if size > FREE_BYTES:

@@ -19,6 +19,6 @@ def log_fields(account: Account) -> dict[str, Any]:
         "cached_tokens": used.cached,
         "completion_tokens": used.completion,
         "ttft_ms": None if first is None else round(first * 1000),
-        "engine": account.attempts.engine,
+        "engine": account.used_engines.engine,
     }
     return {name: value for name, value in fields.items() if value is not None}

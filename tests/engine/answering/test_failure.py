@@ -14,9 +14,9 @@ import aiohttp
 import pytest
 
 from engine.answering.usage_log import UsageLog
-from engine.errors import FAILED as FAILED_TEXT
+from engine.errors import FAILED_EXIT_CODE as FAILED_TEXT
 from engine.errors import EngineUnavailable
-from engine.program import FAILED
+from engine.program import FAILED_EXIT_CODE
 from engine.scheduling.request import NewRequest
 from engine.scheduling.token_rules import BannedWords
 from engine.structured.compiler import Matcher
@@ -89,7 +89,7 @@ async def test_a_failed_engine_ends_its_requests_and_exits(
         await stream.text()
     # By itself, or at the limit if it hangs: the other times are far longer.
     _, stderr = await asyncio.to_thread(program.communicate, timeout=90)
-    assert program.returncode == FAILED
+    assert program.returncode == FAILED_EXIT_CODE
     assert "the engine failed" in stderr
     assert "Panic: of Rust" in stderr
     books = UsageLog(tmp_path / "finished")

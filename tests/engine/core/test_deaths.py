@@ -15,8 +15,8 @@ import pytest
 
 from engine.answering.usage_log import KILLED, UsageLog
 from engine.core import process
-from engine.errors import FAILED as FAILED_TEXT
-from engine.program import FAILED
+from engine.errors import FAILED_EXIT_CODE as FAILED_TEXT
+from engine.program import FAILED_EXIT_CODE
 from testing.engine import SLOW, Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -83,7 +83,7 @@ async def test_a_killed_core_ends_its_requests_and_the_engine(
             await stream.text()
     # By itself: the limit on its end is far away.
     _, stderr = await asyncio.to_thread(front.communicate, timeout=90)
-    assert front.returncode == FAILED
+    assert front.returncode == FAILED_EXIT_CODE
     assert "ended by signal 9" in stderr
     books = UsageLog(tmp_path / "finished")
     entry = books.get("stream")

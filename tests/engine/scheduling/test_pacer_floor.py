@@ -20,7 +20,7 @@ def test_an_engines_pacer_has_the_least_chunk_of_its_device(
     device: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulated device takes the place of the device, so no GPU is needed. Nothing is known about its steps yet."""
-    monkeypatch.setattr(SimulatedPlatform, "min_chunk", platform_of(torch.device(device)).min_chunk)
+    monkeypatch.setattr(SimulatedPlatform, "min_prompt_tokens", platform_of(torch.device(device)).min_prompt_tokens)
     save_model(tmp_path, max_model_len=256)
     host = HostCache(None, BaseShape.from_config_dir(tmp_path), None, torch.float32)
     memory = {"kv_cache_memory": 1 << 20, "adapter_memory": 1 << 20}
@@ -28,7 +28,7 @@ def test_an_engines_pacer_has_the_least_chunk_of_its_device(
     try:
         pacer = engine.scheduler._pacer
         assert isinstance(pacer, Pacer)
-        assert pacer.prompt_budget(8, 4096) == least
+        assert pacer.paced_tokens(8, 4096) == least
     finally:
         engine.close()
         host.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.prefill_pacing import Machine, WithoutTrials, serve
-from engine.scheduling.pacing import MIN_CHUNK, STEPS_UNTIL_ALONE, Pacer
+from engine.scheduling.pacing import MIN_PROMPT_TOKENS, STEPS_UNTIL_ALONE, Pacer
 
 
 def test_a_mixed_step_gets_the_prompt_tokens_that_stretch_it_as_asked() -> None:
@@ -13,16 +13,16 @@ def test_a_mixed_step_gets_the_prompt_tokens_that_stretch_it_as_asked() -> None:
     for _ in range(50):
         pacer.observe(0.020, 8, 0)
         pacer.observe(0.020 + 64 * 0.0002, 8, 64)
-    assert abs(pacer.prompt_budget(8, 4096) - 50) <= 1  # half of 20 ms at 0.2 ms a token
-    assert pacer.prompt_budget(8, 30) == 30
+    assert abs(pacer.paced_tokens(8, 4096) - 50) <= 1  # half of 20 ms at 0.2 ms a token
+    assert pacer.paced_tokens(8, 30) == 30
 
 
 def test_before_anything_is_known_and_on_a_slow_machine_prompts_still_come_forward() -> None:
     pacer = Pacer(1.5)
-    assert pacer.prompt_budget(8, 4096) == MIN_CHUNK
+    assert pacer.paced_tokens(8, 4096) == MIN_PROMPT_TOKENS
     pacer.observe(0.001, 1, 0)
     pacer.observe(5.0, 0, 512)
-    assert pacer.prompt_budget(1, 4096) == MIN_CHUNK
+    assert pacer.paced_tokens(1, 4096) == MIN_PROMPT_TOKENS
 
 
 def test_it_follows_the_machine() -> None:
@@ -31,14 +31,14 @@ def test_it_follows_the_machine() -> None:
         for _ in range(100):
             pacer.observe(seconds, 8, 0)
             pacer.observe(seconds + 0.01, 8, 100)
-    assert abs(pacer.prompt_budget(8, 4096) - 400) <= 8
+    assert abs(pacer.paced_tokens(8, 4096) - 400) <= 8
 
 
 def run(pacer: Pacer, steps: int, decodes: int, machine: Callable[[int, int], float]) -> list[int]:
     """Return the step budgets of endless prompts on a machine that takes `machine(decodes, prompt tokens)` seconds."""
     budgets = []
     for _ in range(steps):
-        budgets.append(pacer.prompt_budget(decodes, 4096))
+        budgets.append(pacer.paced_tokens(decodes, 4096))
         pacer.observe(machine(decodes, budgets[-1]), decodes, budgets[-1])
     return budgets
 
@@ -64,10 +64,10 @@ def test_more_prompts_than_streams_get_longer_steps() -> None:
     for _ in range(50):
         pacer.observe(0.020, 2, 0)
         pacer.observe(0.020 + 64 * 0.0002, 2, 64)
-    alone = pacer.prompt_budget(2, 4096)
-    assert pacer.prompt_budget(2, 4096, prompt_pressure=0.1) == alone
-    assert abs(pacer.prompt_budget(2, 4096, prompt_pressure=2.0) - 32 * alone) <= 32
-    assert pacer.prompt_budget(2, 4096, prompt_pressure=1e6) == 4096
+    alone = pacer.paced_tokens(2, 4096)
+    assert pacer.paced_tokens(2, 4096, prompt_pressure=0.1) == alone
+    assert abs(pacer.paced_tokens(2, 4096, prompt_pressure=2.0) - 32 * alone) <= 32
+    assert pacer.paced_tokens(2, 4096, prompt_pressure=1e6) == 4096
 
 
 def warm(machine: Machine) -> Pacer:
@@ -136,7 +136,7 @@ def test_rows_that_become_dearer_with_the_context_are_not_taken_for_a_fixed_cost
     pacer, done = warm(Machine(0.020, 0.0, 0.0)), 0
     stretches = []
     while done < 8000:
-        chunk = pacer.prompt_budget(8, 632, 1 / 8)
+        chunk = pacer.paced_tokens(8, 632, 1 / 8)
         took = 0.020 + chunk * 0.0001 * (1 + done / 400)
         pacer.observe(took, 8, chunk)
         stretches.append(took / 0.020)
@@ -159,7 +159,7 @@ def test_steps_of_other_prompts_and_as_many_rows_are_taken():
     pacer.observe(0.01, 8, 0)
     pacer.observe(0.02, 12, 4)
     pacer.observe(0.02, 8, 8)
-    assert pacer.prompt_budget(8, 512) >= 1
+    assert pacer.paced_tokens(8, 512) >= 1
 
 
 def test_decodes_that_have_ended_shorten_the_expected_decode_step_to_half_at_most() -> None:
@@ -167,7 +167,7 @@ def test_decodes_that_have_ended_shorten_the_expected_decode_step_to_half_at_mos
     pacer = Pacer(3.0)
     pacer.observe(0.010, 16, 0)
     pacer.observe(0.010 + 20 * 0.001, 16, 20)
-    assert pacer.prompt_budget(1, 4096) == pytest.approx(10, abs=1)
+    assert pacer.paced_tokens(1, 4096) == pytest.approx(10, abs=1)
 
 
 def test_prompts_of_light_tenants_have_a_budget_of_their_own() -> None:
@@ -178,7 +178,7 @@ def test_prompts_of_light_tenants_have_a_budget_of_their_own() -> None:
         pacer.observe(0.020 + 16 * 0.002, 8, 16)
     budget = pacer.budget(8, 500, 1.0, 0.25)
     assert budget.most == pytest.approx(125, abs=3)
-    assert budget.paced == pacer.prompt_budget(8, 500) < 20
+    assert budget.paced == pacer.paced_tokens(8, 500) < 20
     assert budget.room(is_light=True) > budget.room(is_light=False)
     # Patience makes chunks larger, but not beyond the target.
     assert pacer.budget(8, 500, 3.0, 0.25).paced == budget.most - 8

@@ -1,4 +1,4 @@
-"""Engines that a request was sent to: which one has it, and which ones may have worked on it without a known count."""
+"""Engines that a request was sent to: the one that has it, and those that may have worked on it without a known count."""
 
 import time
 
@@ -6,8 +6,8 @@ from gateway.billing.charges import Ending
 from gateway.fleet.engines.engine import EngineRecord
 
 
-class Attempts:
-    """Attempts of a request.
+class UsedEngines:
+    """Engines that a request was sent to.
 
     engine: URL of the engine that has the prompt, or that reported its final counts. lost: URL of the last of our
     engines that died with the request before an answer.
