@@ -32,10 +32,11 @@ from kernels.ops import EmbeddingLora, HeadLora
 from kernels.platform import CopyStream, DeviceEvent, platform_of
 from kernels.weights import LinearWeights, dense
 
-# Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
+# Maximum number of copies in progress. A copy evicts adapters when it starts; those that a later copy will evict serve
+# until it starts.
 MAX_COPYING = 16
-# Limits of the loads into host memory in flight, in all, so that loads follow the order of `ensure`, and of one tenant,
-# so that its loads from a slow store delay no other tenant's.
+# Maximum number of loads into host memory in flight: of all tenants, so that loads start in the order of `ensure`; of
+# one tenant, so that its loads from a slow store do not delay other tenants' loads.
 MAX_FETCHING, MAX_FETCHING_OF_TENANT = 4, 3
 
 

@@ -165,7 +165,9 @@ class HostCache:
             self._dropped.discard(digest)
 
     def pin(self, digest: str) -> None:
-        """Protect an adapter from eviction, from now or from its arrival, until as many calls of unpin."""
+        """Protect an adapter from eviction until `unpin` has been called as often as `pin`. The adapter need not be
+        loaded yet.
+        """
         with self._changed:
             self._pins[digest] += 1
 

@@ -3,7 +3,7 @@
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
 other adapters are placed in the rest. Resident adapters serve new requests as before for `PAGE_WAIT_S`. After that the
 reservation is overdue: an idle adapter whose pages are needed serves no new request, and the scheduler may preempt the
-requests that hold the other pages; the reservations for which it does come first.
+requests that hold the other pages. A reservation for which it preempts is placed before all others.
 
 The scheduler may preempt only after `CALM_WAIT_S` if requests were preempted for the same tenant within the last
 `CALM_S`, and only after `BUSY_WAIT_S` if the tenant has running requests. With 64 adapters of 8 tenants and room for 8,
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 # Age from which a reservation is overdue, and time for which the requests of a new resident are not preempted.
 PAGE_WAIT_S = 0.5
-# Age from which requests are preempted for a reservation of a tenant for which requests were preempted within the last
-# `CALM_S`, and of a tenant with running requests. With 5 s for both and a `CALM_S` of 30 s, a slow machine preempted
-# three times as often and loaded half as much again, with longer waits (docs/lab-notes.md).
+# Age below which nothing is preempted for a reservation: CALM_WAIT_S if requests were preempted for the same tenant
+# within the last CALM_S, BUSY_WAIT_S if the tenant has running requests. With 5 s for both and a `CALM_S` of 30 s, a
+# slow machine preempted three times as often and loaded half as much again, with longer waits (docs/lab-notes.md).
 CALM_WAIT_S, BUSY_WAIT_S, CALM_S = 10.0, 20.0, 60.0
 
 

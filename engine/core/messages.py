@@ -96,7 +96,7 @@ class RemoveMixture(Message):
 
 
 class Ask(Message):
-    """Ask a question; `Reply` follows. call: number of the answer."""
+    """Ask a question; `Reply` follows. call: number of the question, which its `Reply` repeats."""
 
     call: int
     question: "Question"
@@ -277,7 +277,9 @@ class Released(Message):
 
 
 class Reply(Message):
-    """Answer to a question: a value or an error. value: msgpack of the question's type."""
+    """Answer to a question: a value or an error. value: the answer as msgpack, of the type that the question's
+    docstring names.
+    """
 
     call: int
     value: msgspec.Raw

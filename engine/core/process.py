@@ -25,8 +25,9 @@ EXIT_SECONDS = 10.0
 def form_of(config: EngineConfig) -> CoreForm:
     """Return the configured form of the core, or the device's default.
 
-    On a GPU the host's work beside a step decides its rate, so front and core each need an interpreter lock. The CPU is
-    as fast in both forms (docs/perf/2026-11-23-host-share.md), and one process needs less memory.
+    On a GPU the host's work limits the rate of steps, so front and core run in two processes, each with its own
+    interpreter lock. The CPU is as fast in both forms (docs/perf/2026-11-23-host-share.md), and one process needs less
+    memory.
     """
     if config.core is not None:
         return config.core
@@ -113,7 +114,7 @@ class InProcess(asyncio.Protocol):
             self._ended = asyncio.get_running_loop().create_task(self._report_end())
 
     async def _report_end(self) -> None:
-        """Log the exit status or signal; a killed process cannot."""
+        """Log the process's exit status or signal, because a killed process cannot log it itself."""
         status = await asyncio.to_thread(self._child.wait)
         reason = f"by signal {-status}" if status < 0 else f"with status {status}"
         logger.error("the engine failed: its core's process %d ended %s", self._child.pid, reason)

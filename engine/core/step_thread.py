@@ -29,8 +29,8 @@ ADAPTER_POLL_S = 0.002
 # Time limit for commands between two steps; a command that has begun is finished. Adding a request of 128k tokens takes
 # 3 ms.
 COMMANDS_S = 0.01
-# Minimum spare time before the planning of a step that the thread sleeps through, because a sleep may last 0.1 ms too
-# long, and the time after which it looks whether the device has ended its step early.
+# The thread sleeps before it plans the next step only if more than MIN_SPARE_S is left, because a sleep may last 0.1 ms
+# too long. It wakes after at most SPARE_POLL_S to check whether the device has ended its step early.
 MIN_SPARE_S, SPARE_POLL_S = 0.0003, 0.002
 
 

@@ -17,8 +17,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Minimum prompt tokens, so that a prompt makes progress however slow the machine seems. With thousands of keys before them, 16
-# tokens make steps of 8 decodes on two CPU cores three times as long; 4 keep them within `stretch`.
+# Minimum prompt tokens, so that a prompt makes progress however slow the machine seems. With thousands of keys before
+# them, 16 tokens make steps of 8 decodes on two CPU cores three times as long; 4 keep them within `stretch`.
 MIN_PROMPT_TOKENS = 4
 # Number of steps with prompts after which one step has decodes only, because the decode time that was learnt may be out
 # of date.
@@ -27,8 +27,8 @@ STEPS_UNTIL_ALONE = 16
 # waiting time is least if prompts get no room below pressure 1 and all of it above; a steep power approximates this and
 # still lets decodes run.
 STEEPNESS = 5
-# Number of rows (streams and prompt tokens) for which a step may exceed its target, up to MAX_STEP_S seconds. Smaller
-# steps would spend too much of their time on what they cost at any size.
+# A step may have MIN_ROWS rows (streams and prompt tokens) even if it then exceeds its target, as long as they take at
+# most MAX_STEP_S seconds. Smaller steps would consist mostly of their fixed cost.
 MIN_ROWS, MAX_STEP_S = 112, 0.25
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
@@ -78,7 +78,8 @@ def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
 class Pacer:
     """Prompt tokens of a step, of all its prompts together, from measured step times.
 
-    stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum prompt tokens, which may exceed it.
+    stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum prompt tokens, even if they slow
+    decodes beyond `stretch`.
     """
 
     def __init__(self, stretch: float, floor: int = MIN_PROMPT_TOKENS) -> None:

@@ -195,7 +195,7 @@ class Request:
     queued_at: time at which it last began to wait here; what its tenant may take from others counts from then.
     planned_cost: cost of its part of the planned step, returned if the step is not executed (`Streams.take_cost`).
     num_paid: number of its first tokens that had been computed, and so paid for, at a preemption.
-    num_kept: number of tokens computed at its last preemption, whose blocks may still be cached; 0 after a restart.
+    num_kept: number of tokens computed at its last preemption, whose blocks may still be cached; 0 once it runs again.
     drafts: proposed tokens after the newest, computed by the in-flight step and not confirmed by a sampled token yet.
     num_drafted: number of drafts of the step at its launch.
     can_draft: whether a step may have drafts.

@@ -1,8 +1,8 @@
 """Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock.
 
 A proposer's work to catch up with requests before it can draft for them is paid from a credit: the time that drafts
-have saved, and a share of the time of steps without drafts, for trials. So whatever has to be caught up, and whatever
-comes of it, an engine loses the initial credit once, and later that share of its time at most.
+have saved, and a share of the time of steps without drafts, for trials. So an engine loses at most the initial credit
+once, and after that at most this share of its time, even if no draft is ever accepted.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ STEPS_UNTIL_PLAIN = 64
 FORGOTTEN = 0.99
 # Factor by which a draft must bring more than it costs.
 MARGIN = 1.1
-# Most plain times that a step counts for, without drafts and in the credit: longer ones are stalls of the machine.
+# A step counts as at most MAX_PLAIN plain steps in the mean plain time, and as at most MAX_STEP in the credit. Longer
+# steps are stalls of the machine.
 MAX_PLAIN, MAX_STEP = 2.0, 16.0
 # Share of the time of steps without drafts that may be spent on catching up, whatever comes of it.
 TRIALS = 0.01

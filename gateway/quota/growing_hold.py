@@ -1,4 +1,4 @@
-"""Holds that grow with an answer: it starts with the expected completion and requests growth before it runs out.
+"""Holds that grow with an answer. A hold starts with the expected completion, and requests more before it is used up.
 
 An answer is ended when its limits have no more room. Our engines get the hold as an allowance and generate no token
 beyond it. Other engines may generate more tokens, but those are not delivered.
@@ -58,8 +58,8 @@ class Expectations:
 class Pace:
     """Arithmetic of a stream's growth, without a clock: when it requests more tokens, and how many.
 
-    In tokens of the rates, including the prompt's, `used` counts the generated ones, `allowed` those that are held or
-    charged, and `most` those that are reserved.
+    Counts are in tokens of the rates and include the prompt. used: prompt and generated tokens. allowed: tokens that
+    are held or charged. most: tokens that are reserved.
     """
 
     def __init__(self, prompt: int, expected: int, most: int, choices: int) -> None:

@@ -66,7 +66,8 @@ class Quota:
     ) -> None:
         """on_admitted_without_redis: called with "open" or "local" for each request that is admitted without Redis.
 
-        past: the ledger's sums, for a month's spend and a day's tokens that Redis has lost.
+        past: the ledger's sums, from which budgets and limits of a day are restored if Redis has lost them; None
+        without a ledger.
         """
         self._redis = redis
         self._store = QuotaStore(redis, timeout)

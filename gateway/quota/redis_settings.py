@@ -1,5 +1,5 @@
-"""Check of Redis: a server that evicts keys or does not persist loses the state of limits, one without `INFO` hides it,
-and keys of a newer release cannot be shared.
+"""Check of the Redis server. It must not evict keys and must persist them, else limits lose their state; it must allow
+`INFO`, else such a loss is not noticed; it must not hold keys of a newer release.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`/v1/adapter-imports`: imports of adapters from a hub, a bucket or a folder below prefixes that the operator allows.
 
 A client chooses a path below an allowed prefix; it cannot choose a scheme, a host or a redirect target.
-Without the setting, every import is refused.
+Without `LORAPLEX_IMPORT_SOURCES`, every import is refused.
 """
 
 import logging
@@ -95,8 +95,8 @@ class Imports:
         rest = source.removeprefix(prefix)
         if not _REST.fullmatch(rest) or ("@" in rest and not prefix.startswith("hf://")):
             raise BadRequest(
-                "source: expected an allowed prefix and names of letters, digits, '.', '_' and '-', separated by '/'; "
-                "after a hub's id, '@' and a revision.",
+                "source: expected an allowed prefix, then names of letters, digits, '.', '_' and '-', separated by '/'; "
+                "only a hub's id may end with '@' and a revision.",
                 param="source",
             )
 

@@ -137,7 +137,7 @@ class Validation:
         return before, now
 
     async def running(self, _: object) -> AsyncIterator[None]:
-        """Search beside an application. The probes that still run at its end are cancelled."""
+        """Run `watch` while the application runs. Cancel the probes that still run when it stops."""
         async with running(self.watch()):
             yield
         await self.close()

@@ -98,7 +98,8 @@ def _error(message: str, kind: str, code: str | None) -> Fields:
 
 
 async def read_report(response: ClientResponse, on_progress: Callable[[int], None]) -> ReportedResponse:
-    """Read the report before a whole answer. on_progress: called with the completion tokens so far.
+    """Read the progress lines that our engine sends before a non-streaming answer, and return that answer with its body
+    unread. on_progress: called with the completion tokens so far.
 
     Raises EngineBroke.
     """

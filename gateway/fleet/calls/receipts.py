@@ -20,5 +20,7 @@ def as_receipt(served: str) -> str:
 
 
 def matches(served: str | None, digest: str | None) -> bool:
-    """Return whether the steps read the requested adapter `digest`, or the base model for None."""
+    """Return whether a receipt names the requested adapter (`digest`; None: the base model). served: the receipt in the
+    ledger's form; None, without a receipt, matches.
+    """
     return served is None or served == (digest or BASE)

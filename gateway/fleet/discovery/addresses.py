@@ -35,7 +35,8 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
     traits, parts = TRAITS[prefix], urlsplit(text.removeprefix(prefix))
     if parts.scheme not in ("http", "https", "dns") or not parts.hostname:
         raise ValueError(
-            f"expected http://, https:// or dns://, after {PREFIXES} for a foreign server, or the word {ANNOUNCED}"
+            f"expected http://, https:// or dns://, or the word {ANNOUNCED}; the URL of a foreign server begins with "
+            f"{PREFIXES}"
         )
     _check_no_user(parts)
     if parts.scheme == "dns" and parts.port is None:
@@ -44,7 +45,7 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
         return Address(_plain(parts), traits, wake=_wake(parts.query, read_key))
     options = _options(parts.query, read_key)
     if "prefill" in options and not traits.splits_prompts:
-        raise ValueError(f"prefill: {traits.title} servers work without a second server here")
+        raise ValueError(f"prefill: not supported for {traits.title}; it names a second server, which computes prompts")
     return Address(_plain(parts), traits, **options)
 
 
@@ -63,7 +64,9 @@ def _wake(query: str, read_key: ReadKey | None) -> str | None:
     options = parse_qsl(query, keep_blank_values=True)
     wake = urlsplit(dict(options).get("wake", ""))
     if read_key is None or [name for name, _ in options] != ["wake"]:
-        raise ValueError(f"options after a ? need {PREFIXES} before the URL; a listed engine of ours may have wake=URL")
+        raise ValueError(
+            f"options after a ? need {PREFIXES} before the URL; a listed Loraplex engine may have wake=URL only"
+        )
     if wake.scheme not in ("http", "https") or not wake.hostname or "@" in wake.netloc:
         raise ValueError("wake: expected the http:// or https:// URL of the engine's supervisor")
     return wake.geturl()
@@ -87,7 +90,7 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
                 raise ValueError(f"expected a key of ASCII characters without spaces in {name}")
         else:
             raise ValueError(
-                f"expected options among {OPTIONS} after the ?, with numbers above 0 (adapters: or 0) and at most one "
+                f"expected options among {OPTIONS} after the ?, each number above 0 (adapters may be 0), and at most one "
                 "key"
             )
     return options

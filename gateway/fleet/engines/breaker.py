@@ -29,12 +29,12 @@ class Sent:
 class Breakers:
     """The breakers of an engine: one for each tenant whose requests fail on it, and a common one.
 
-    A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common breaker opens once
-    FAILURES_UNTIL_OPEN - 1 failures, without any tenant's success between them, come from other tenants than the one
-    with the most. A failed trial opens it again. A tenant whose trial failed, or ended without an answer after
-    FIRST_PAUSE_SECONDS, gets no further trial until any request has succeeded: after a pause its requests are sent
-    beside the trial's place, as far as its own breaker allows. So tenants with failing requests block the engine for
-    others with one trial each, and an engine that only such tenants use is still tried.
+    A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common breaker opens when,
+    since the last success, at least FAILURES_UNTIL_OPEN - 1 failures come from tenants other than the one with the most
+    failures. A failed trial opens it again. A tenant whose trial failed, or ended without an answer after at least
+    FIRST_PAUSE_SECONDS, gets no further trial until any request has succeeded. After a pause its requests are still
+    sent if its own breaker allows them, but they do not count as the trial. Therefore a tenant with failing requests
+    blocks the engine for others by one trial at most, and an engine that only such tenants use is still tried.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -317,7 +317,7 @@ class EngineRecord:
             self.load_seconds = max(state.adapter_load_seconds, MIN_LOAD_SECONDS)
 
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
-        """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
+        """Stop sending requests to the engine. health: DOWN, SILENT, DRAINING or ASLEEP."""
         self._change(health, reason)
         self.last_foreign_load, self.foreign_load = self.foreign_load or self.last_foreign_load, 0
 

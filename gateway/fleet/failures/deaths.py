@@ -16,8 +16,9 @@ from gateway.fleet.engines.suspects import Suspect
 from gateway.fleet.failures.shared_deaths import Report
 
 TENANT = "tenant"
-# Deaths until a request, or an adapter with any requests, is quarantined. The last number is the deaths by a tenant's
-# requests and adapters in quarantine, without any other tenant's requests there, until all of its requests are refused.
+# Number of deaths after which a suspect is quarantined: a request; an adapter, counted over all its requests; a tenant
+# as a whole. Only these deaths count for a tenant: its quarantined requests or adapters caused them, and no other
+# tenant had requests on the engine.
 LIMITS = {"request": 2, "adapter": 3, TENANT: 4}
 # Broken connections to an engine within this time (seconds) count as a single death. A process that stood still reports
 # a death later. Its first report counts towards a death of the same instance of the engine; if the instance is unknown,
@@ -278,8 +279,8 @@ class Deaths:
     def suspicion(self, key: Suspect) -> Suspicion | None:
         """Return the suspicion against a request, None without one or if it is in quarantine.
 
-        A single death is enough if its tenant has another request, or an adapter, in quarantine. Deaths do not count if
-        they have one of another tenant in quarantine.
+        A single death is enough if another request or an adapter of the same tenant is in quarantine. A death does not
+        count if a quarantined request or adapter of another tenant is among its suspects.
         """
         if any(self.causes_of(each) for each in (key, Suspect(TENANT, key.tenant_id, ""))):
             return None

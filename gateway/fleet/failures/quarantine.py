@@ -342,9 +342,10 @@ class Quarantine:
         self.take_over(left, age, bool(known))
 
     def _answer(self, death: Death) -> None:
-        """Report this process's requests on an engine for another's report, or that it has none if that is awaited.
-
-        A request among them may be the cause. A death that has their tenants already was reported with them.
+        """Answer another process's report of a death. Report this process's tenants and abandoned requests on that
+        engine, because one of them may be the cause; report that there are none only if the death waits for this
+        process's answer. Send nothing if no answer is awaited, no abandoned request is new, and the death already lists
+        all these tenants.
         """
         tenants, names = self._report_left(death.engine, death.instance)
         if names or not tenants <= death.reported or self._process in death.processes - death.answered:

@@ -76,7 +76,7 @@ class QuarantineLog:
                 if len(begun) < MAX_BEGUN:
                     begun.append(period)
                 what = key.kind, len(period.deaths), key.tenant_id
-                log.error("quarantine: the %s was there at %d deaths of engines: tenant %s", *what)
+                log.error("quarantine: the %s is refused, because engines died with it %d times: tenant %s", *what)
 
     def take_begun(self) -> list[QuarantinePeriod]:
         """Return the quarantines that this process has logged since the last call, MAX_BEGUN of a tenant and kind."""

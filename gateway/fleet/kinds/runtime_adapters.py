@@ -176,7 +176,8 @@ class RuntimeAdapters:
         )
 
     async def _make_room(self, engine: EngineRecord, moving: "_Moving") -> None:
-        """Wait for the unloading that runs and one more, if the server has more idle adapters than its limit allows.
+        """If the server holds more adapters than its limit and some are idle, wait for the unloading in progress and
+        one more.
 
         The second begins after this request's load. Further ones make room for loads of others.
         """
@@ -213,7 +214,7 @@ class RuntimeAdapters:
                     log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
         finally:
             moving.unloading = None
-        # The clients of loads that ended meanwhile may have left.
+        # Adapters may have been loaded meanwhile, and the clients that would unload others for them may have left.
         self._unloading(engine, moving)
 
     def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:

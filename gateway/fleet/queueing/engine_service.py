@@ -125,7 +125,7 @@ class EngineService:
             await self._send(engine, report)
         except HTTP_ERRORS as error:
             self._failed[engine] = report, first_sent
-            problem = "orders tenants by its own service, because it does not accept their service at other engines"
+            problem = "counts only its own service when it orders tenants: a report of service elsewhere failed"
             self._problems.found(engine, problem, type(error).__name__)
         else:
             self._problems.ended(engine)

@@ -47,9 +47,9 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
     """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once, unless its probe in an
     engine takes long.
 
-    The content of the version that NAME refers to adds no version. A large upload is sent in parts. If it breaks, the
-    same command goes on where it was. A warning says if the adapter's config names another base model than the one
-    that the gateway chose.
+    No version is added if the content equals that of the version to which NAME refers. A large upload is sent in parts.
+    If it breaks, the same command goes on where it was. A warning says if the adapter's config names another base model
+    than the one that the gateway chose.
     """
     made = gateway.run(lambda client: _push(client, tenant, name, path, _named(base)))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
@@ -79,7 +79,7 @@ def _named(base: str | None) -> dict[str, str]:
 
 def _note_state(made: dict[str, Any]) -> None:
     if made.get("state") == "validating":
-        click.echo("it is validating: an engine still has to probe it; requests get the version before until then")
+        click.echo("it is not ready yet: an engine has to probe it first. Until then requests get the previous version")
 
 
 def _show(received: int, size: int) -> None:

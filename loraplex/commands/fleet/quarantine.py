@@ -28,14 +28,14 @@ def list_all(tenant: str | None, limit: int, as_json: bool, gateway: Gateway) ->
         return
     print_table([row | {"tenant": row["tenant"] or row["tenant_id"]} for row in found["data"]], COLUMNS)
     if found["has_more"]:
-        click.echo(f"there are more than {limit}; next: --limit", err=True)
+        click.echo(f"there are more than {limit} entries; --limit shows more", err=True)
 
 
 @quarantine.command("clear", epilog=examples("loraplex quarantine clear acme"))
 @click.argument("tenant")
 @admin_options
 def clear(tenant: str, gateway: Gateway) -> None:
-    """End the quarantine of TENANT, its requests and its adapters at every gateway, and forget the deaths before.
+    """End the quarantine of TENANT, its requests and its adapters at every gateway, and forget the deaths until now.
 
     Do this once the cause is removed: the same request may kill as many engines again before it is refused.
     """

@@ -35,7 +35,7 @@ def price() -> None:
 def set_price(
     model: str, input_price: int, output_price: int, cached_price: int | None, force: bool, gateway: Gateway
 ) -> None:
-    """Set the price of MODEL: an adapter as tenant/name, a tenant's adapters as 'tenant/*', the base model, or '*'."""
+    """Set the price of MODEL: an adapter as tenant/name, a tenant's adapters as 'tenant/*', a base model, or '*'."""
     prices = given({"input": input_price, "output": output_price, "cached": cached_price})
     done = gateway.run(lambda client: client.set_price(model, force=force, **prices))
     amounts = ", ".join(f"{name} {exact_money(done[name])}" for name in AMOUNTS)

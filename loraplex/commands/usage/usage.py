@@ -64,7 +64,7 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @click.option(
     "--sort",
     type=click.Choice(list(SORTS)),
-    help="Order of the rows, largest first, or by tenant. Default: cost for all tenants, or the groups with periods.",
+    help="Order of the rows, largest first, or by tenant. Default: by cost for all tenants; with periods, as grouped.",
 )
 @click.option("--top", type=click.IntRange(1), help="Only the first rows, by cost unless --sort is given.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with exact costs, without a row of totals.")

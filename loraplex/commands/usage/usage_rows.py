@@ -72,9 +72,10 @@ def export(file: Path, form: str | None, gateway: Gateway, **query: Any) -> None
 @click.option("--yes", is_flag=True, help="Remove them; without it, they are only counted.")
 @admin_options
 def prune(before: str, yes: bool, gateway: Gateway) -> None:
-    """Remove usage rows of the days before a date. The sums by hour, day and month stay, and with them the charts.
+    """Remove the usage rows of the days before a date, and the sums by end user of these days.
 
-    Rows of the present and the last month cannot be removed. The request log has these rows only.
+    The sums by hour, day and month stay, and with them the charts. Rows of the present and the last month cannot be
+    removed. Removed requests disappear from the request log and from reports by version and end user.
     """
     found = gateway.run(lambda client: _prune(client, before, dry_run=True))
     amount = f"{found['rows']} rows from before {found['before']}, with a cost of {found['cost']} {found['currency']}"

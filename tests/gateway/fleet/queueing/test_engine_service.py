@@ -73,7 +73,7 @@ async def test_a_failed_report_is_sent_again_with_its_number_and_logged_once(cap
     assert reports.numbers == [1, 1, 1, 2]
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith("engine http://one orders tenants by its own service")
+    assert record.getMessage().startswith("engine http://one counts only its own service")
     assert record.getMessage().endswith(": ClientError")
 
 
