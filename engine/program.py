@@ -100,8 +100,8 @@ def run(
 ) -> int:
     """Run `loraplex engine` and return its exit code.
 
-    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED_EXIT_CODE` once the engine
-    has failed. ready: called with the port once the engine serves.
+    0 after a clean stop, 1 with one line on stderr for a configuration that cannot be served, `FAILED_EXIT_CODE` once
+    the engine has failed. ready: called with the port once the engine serves.
     """
     try:
         tracing = start_tracing("loraplex-engine")

@@ -1,4 +1,4 @@
-"""Engines that a request was sent to: the one that has it, and those that may have worked on it without a known count."""
+"""Engines that a request was sent to: the one that has it, and those that may have worked on it without a count."""
 
 import time
 

@@ -95,8 +95,8 @@ class Imports:
         rest = source.removeprefix(prefix)
         if not _REST.fullmatch(rest) or ("@" in rest and not prefix.startswith("hf://")):
             raise BadRequest(
-                "source: expected an allowed prefix, then names of letters, digits, '.', '_' and '-', separated by '/'; "
-                "only a hub's id may end with '@' and a revision.",
+                "source: expected an allowed prefix, then names of letters, digits, '.', '_' and '-', separated by '/'"
+                "; only a hub's id may end with '@' and a revision.",
                 param="source",
             )
 
