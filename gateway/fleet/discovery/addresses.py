@@ -90,7 +90,7 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
                 raise ValueError(f"expected a key of ASCII characters without spaces in {name}")
         else:
             raise ValueError(
-                f"expected options among {OPTIONS} after the ?, each number above 0 (adapters may be 0), and at most "
+                f"expected options among {OPTIONS} after the ?, whole numbers above 0 (adapters may be 0), and at most "
                 "one key"
             )
     return options

@@ -53,7 +53,7 @@ def test_addresses(text: str, address: Address):
         ("vllm+http://v?requests=0", "above 0"),
         ("vllm+http://v?max_rank=0", "above 0"),
         ("vllm+http://v?adaptors=4", "adapters=N"),
-        ("vllm+http://v?adapters=many", "numbers"),
+        ("vllm+http://v?adapters=many", "whole numbers"),
     ],
 )
 def test_what_is_none(text: str, part: str):
