@@ -15,7 +15,7 @@ import pytest
 
 from engine.answering.usage_log import KILLED, UsageLog
 from engine.core import process
-from engine.errors import FAILED_EXIT_CODE as FAILED_TEXT
+from engine.errors import FAILED as FAILED_TEXT
 from engine.program import FAILED_EXIT_CODE
 from testing.engine import SLOW, Client, RunningServer
 
