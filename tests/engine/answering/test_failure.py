@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from engine.answering.usage_log import UsageLog
-from engine.errors import FAILED_EXIT_CODE as FAILED_TEXT
+from engine.errors import FAILED as FAILED_TEXT
 from engine.errors import EngineUnavailable
 from engine.program import FAILED_EXIT_CODE
 from engine.scheduling.request import NewRequest
