@@ -57,16 +57,16 @@ from gateway.records.caches.changes import TRUST_SECONDS, Changes
 from gateway.records.keys.keys import Keys
 from gateway.records.keys.list import KeyLists
 from gateway.records.keys.sessions import SessionRecords
+from gateway.records.money.plans import Plans
 from gateway.records.money.prices import PriceList, Prices
-from gateway.records.money.usage_report import UsageReport
-from gateway.records.money.usage_sums import UsagePast
 from gateway.records.partitions.request_ids import RequestIds
+from gateway.records.past_usage import UsagePast
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refused import RefusalLog
 from gateway.records.tenants.bulk import TenantBulk
 from gateway.records.tenants.list import TenantLists
-from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
+from gateway.records.usage.report import UsageReport
 from gateway.resources import Resources
 from gateway.settings import OFF
 

@@ -25,6 +25,11 @@ ROOMS = {
         *("tokenizers", "engine_tokenizer"),
         *("failures", "routing", "discovery", "kinds", "queueing", "calls", "engines"),
     ),
+    "gateway.records": (
+        *("maintenance", "backup", "search", "attention", "past_usage", "webhooks", "money", "keys", "adapters"),
+        *("bases", "tenants", "usage", "activity", "requests", "partitions", "events", "audit", "caches", "sql"),
+        *("periods", "version_state", "cursors", "unchanged", "matching", "cooperative_rows", "concurrent_reads"),
+    ),
     "loraplex.commands": (
         *("chat", "bench", "adapters", "tenants", "reports", "fleet", "usage", "access", "programs"),
         *("config_options", "common", "output", "values"),

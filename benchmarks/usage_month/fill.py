@@ -13,10 +13,10 @@ from benchmarks.usage_month.fillers import Filler
 from benchmarks.usage_month.rows import Encoder, Hour, Maker, hours_here, make_rows
 from gateway.billing import activity_rebuild
 from gateway.records.activity.tables import ACTIVITY
-from gateway.records.money.end_user_tables import SUMMED
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage, usage_daily, usage_hourly
+from gateway.records.usage.end_user_tables import SUMMED
 
 # Days whose sums for charts are built at once on PostgreSQL.
 DAYS_AT_ONCE = 2

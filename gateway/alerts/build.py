@@ -10,10 +10,10 @@ from gateway.alerts.sending import Sender
 from gateway.alerts.watch import Watch
 from gateway.components import Records, Serving
 from gateway.records.events.events import Events
-from gateway.records.events.webhooks import Webhooks
 from gateway.records.maintenance.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.tenants.budgeted import BudgetedTenants
+from gateway.records.webhooks.targets import Webhooks
 from gateway.resources import Resources
 
 # Lifetimes of the leaders' leases: another process takes over from one that died after this time.

@@ -9,8 +9,8 @@ from functools import partial
 from gateway.alerts.sending import Sender
 from gateway.errors import Unavailable
 from gateway.process.background import running
-from gateway.records.events.webhooks import Pending, Webhooks
 from gateway.records.maintenance.leadership import Leadership
+from gateway.records.webhooks.targets import Pending, Webhooks
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from gateway.alerts.addresses import PublicResolver
 from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.messages import body, text, title
 from gateway.alerts.signing import signed_headers, webhook_secret
-from gateway.records.events.webhooks import Webhook
+from gateway.records.webhooks.targets import Webhook
 from wire.http_errors import HTTP_ERRORS
 
 SECONDS = 10.0

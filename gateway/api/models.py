@@ -11,12 +11,13 @@ from gateway.api.scopes import PRINCIPAL
 from gateway.errors import ModelNotFound
 from gateway.records.adapters.catalog import Adapter, Catalog, Model
 from gateway.records.adapters.mixtures import names_in, resolve_model
-from gateway.records.adapters.rows import READY, Version
+from gateway.records.adapters.rows import Version
 from gateway.records.adapters.saved_mixtures import SavedMixture
 from gateway.records.bases.base import Base
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.money.prices import FREE, Price
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.version_state import READY
 from wire.mixtures import is_mixture
 from wire.money import exact_money
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from gateway.api.admin.adapters import DEFAULT_ROWS as ADAPTER_ROWS
 from gateway.api.reports.usage_export import FORMATS
 from gateway.records.activity import activity
-from gateway.records.activity.periods import STEPS
 from gateway.records.adapters import list as adapter_list
 from gateway.records.keys import list as key_list
-from gateway.records.money import usage_report
+from gateway.records.periods import STEPS
 from gateway.records.requests import refusal_report
 from gateway.records.requests.log import STATUSES
 from gateway.records.tenants import list as tenant_list
+from gateway.records.usage import report as usage_report
 
 
 class Parameter(NamedTuple):

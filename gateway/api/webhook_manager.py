@@ -15,8 +15,8 @@ from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest
 from gateway.records.events.events import EVENT_TYPES
 from gateway.records.events.types import EventType
-from gateway.records.events.webhooks import Webhook, Webhooks
 from gateway.records.tenants.tenants import Tenants
+from gateway.records.webhooks.targets import Webhook, Webhooks
 
 
 class NewWebhook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,12 +36,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.billing.activity_writer import COLUMNS, MIXTURES, Series, series_of
 from gateway.billing.end_user_rebuild import EndUserRebuild
 from gateway.records.activity import tables as charts
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BOUNDS, STATUSES, activity_series
-from gateway.records.money.tenant_sums import count_day
+from gateway.records.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.sql.database import Database
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import UtcDateTime, usage, usage_daily, usage_hourly
+from gateway.records.usage.tenant_sums import count_day
 
 log = logging.getLogger(__name__)
 

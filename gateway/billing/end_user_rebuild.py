@@ -31,11 +31,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.money.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
 from gateway.records.sql.database import Database
 from gateway.records.sql.schema import UtcDateTime
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import usage, usage_daily
+from gateway.records.usage.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
 
 # Maximum number of tenants and of their requests in one transaction, which locks out writers of usage rows. A tenant
 # with more requests has a transaction of its own, with a statement for each hour, so that none reaches its time-out.

@@ -1,4 +1,4 @@
-"""Writer of the sums by end user (gateway/records/money/end_user_tables.py), in the transaction of their usage rows."""
+"""Writer of the sums by end user (gateway/records/usage/end_user_tables.py), in the transaction of their usage rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -9,7 +9,7 @@ from sqlalchemy import Executable, Row, case, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.money.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
+from gateway.records.usage.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
 from gateway.usage_row import UsageRow
 
 Key = tuple[datetime, str, str]

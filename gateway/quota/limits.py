@@ -7,9 +7,8 @@ import msgspec
 from gateway.access.auth import TenantPrincipal
 from gateway.limits.kinds import BY_LETTER, REQUEST_KINDS, UPLOAD_KINDS, Kind
 from gateway.records.adapters.catalog import Model
-from gateway.records.adapters.limits import AdapterLimits
-from gateway.records.money.usage_sums import ALL, UsagePart
-from gateway.records.tenants.limits import Limits
+from gateway.records.past_usage import ALL, UsagePart
+from gateway.records.tenants.limits import AdapterLimits, Limits
 from gateway.records.tenants.tenants import ANY_ADAPTER
 
 

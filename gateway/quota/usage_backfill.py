@@ -17,7 +17,7 @@ from gateway.limits.periods import period_start
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH
 from gateway.quota.store import unavailable
-from gateway.records.money.usage_sums import ALL, UsagePart
+from gateway.records.past_usage import ALL, UsagePart
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ Script = Callable[..., Awaitable[Any]]
 
 
 class Past(Protocol):
-    """Usage sums from the ledger, implemented by `gateway.records.money.usage_sums.UsagePast`. Raises Unavailable."""
+    """Usage sums from the ledger, implemented by `gateway.records.past_usage.UsagePast`. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int: ...
 

@@ -15,9 +15,10 @@ from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import MAX_TARGETS, MAX_WEIGHT, Alias, AliasTarget, Targets
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import ListedAdapter
-from gateway.records.adapters.rows import Reason, State, Version
+from gateway.records.adapters.rows import Reason, Version
 from gateway.records.adapters.uploads import PartialUpload, Uploads
 from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.records.version_state import State
 from wire.digests import digest_name
 from wire.model_names import MAX_VERSION
 

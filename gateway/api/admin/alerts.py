@@ -12,7 +12,7 @@ from gateway.api.requests.fields import json_response, read_body, read_limit
 from gateway.api.scopes import ACTOR
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.records.events.events import Event, Events
-from gateway.records.events.webhooks import Webhook, shown_url
+from gateway.records.webhooks.targets import Webhook, shown_url
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
 

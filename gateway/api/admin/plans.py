@@ -16,8 +16,8 @@ from gateway.api.requests.fields import json_response, read_body
 from gateway.api.scopes import ACTOR
 from gateway.errors import BadRequest
 from gateway.records.bases.registry import Bases
+from gateway.records.money.plans import Plans, TenantPlan
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
-from gateway.records.tenants.plans import Plans, TenantPlan
 from gateway.records.tenants.terms import FIELDS, Source, Terms, resolve, sources
 
 PriceTable = Annotated[dict[ModelName, NewPrice], Meta(max_length=100)]

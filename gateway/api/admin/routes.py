@@ -22,8 +22,8 @@ from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.queue import TenantPlaces
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.audit import Audit
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.tenants.tenants import TENANT_NAME, Tenant, Tenants
+from gateway.records.usage.report import UsageReport
 
 
 class Collection(Struct, frozen=True, kw_only=True):

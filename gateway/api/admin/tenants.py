@@ -20,9 +20,9 @@ from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUE
 from gateway.quota.limits import NO_LIMITS
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.cooperative_rows import in_pieces
+from gateway.records.money.plans import Plans
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists, TenantMonth
-from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.records.tenants.terms import FIELDS, NO_TERMS, OnTokenLimit, Source, Terms, own_terms, sources
 

@@ -11,7 +11,7 @@ from gateway.api.requests.fields import json_response, parse_period, parse_text,
 from gateway.errors import BadRequest
 from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, Group, Refusals, Sums, Times
-from gateway.records.activity.periods import STEPS
+from gateway.records.periods import STEPS
 
 DEFAULT_GROUPS = 8
 ActivitySums: Any = priced_struct(

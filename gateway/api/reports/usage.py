@@ -9,7 +9,7 @@ from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.api.scopes import PRINCIPAL
 from gateway.errors import BadRequest
-from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
+from gateway.records.usage.report import GROUPS, UsageReport, UsageSums
 from gateway.sharing.concurrency import report_limiter
 from wire.money import exact_money
 

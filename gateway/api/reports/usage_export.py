@@ -14,8 +14,8 @@ from gateway.api.reports.files import csv_parts, json_parts, send_file
 from gateway.api.reports.parquet import Field, ParquetWriter
 from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest, Unavailable
-from gateway.records.money.usage_report import GROUPS, UsageReport
-from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.usage.report import GROUPS, UsageReport
+from gateway.records.usage.rows import UsageFilter
 from wire.money import exact_money
 
 FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}

@@ -14,10 +14,11 @@ from gateway.fleet.failures.quarantine import Quarantined
 from gateway.process.background import running
 from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed
-from gateway.records.adapters.rows import READY, Reason, State
+from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding
 from gateway.records.caches.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.records.version_state import READY, State
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.keys import probe_key
 from gateway.redis.sweeps import Client, is_first

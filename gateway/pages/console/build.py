@@ -17,8 +17,8 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.examples import KeyExamples
 from gateway.records.activity.activity import Activity
 from gateway.records.money.priced_names import AdapterPrices
-from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.requests.log import RequestLog
+from gateway.records.usage.ranking import UsageRanking
 from gateway.resources import Resources
 
 

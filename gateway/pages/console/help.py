@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from gateway.api.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.widgets.examples import example_models, origin
-from gateway.records.adapters.rows import READY
+from gateway.records.version_state import READY
 
 # In the repository a symbolic link to docs/using-your-key.md, in a wheel a copy.
 SOURCE = "using-your-key.md"

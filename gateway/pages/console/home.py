@@ -17,7 +17,7 @@ from gateway.quota.limits import Limit, limits_of
 from gateway.quota.remaining_limits import Left
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.activity.figures import ActivityReport, Curve
-from gateway.records.adapters.rows import READY
+from gateway.records.version_state import READY
 
 OWNERS = {"tenant": "tenant", "key": "your key"}
 # Models of the charts; the others are one series.

@@ -25,10 +25,10 @@ from gateway.pages.widgets.periods import (
     whole,
 )
 from gateway.pages.widgets.tables import ROWS, Column, Table, fill, read_table
-from gateway.records.money.ranked_groups import Part
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_report import UsagePage, UsageSums
-from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.usage.ranked_groups import Part
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.report import UsagePage, UsageSums
+from gateway.records.usage.rows import UsageFilter
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import MICRO_UNITS
 

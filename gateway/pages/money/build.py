@@ -8,7 +8,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.money.plans import PlanPages
 from gateway.pages.money.prices import PricePages
 from gateway.pages.money.usage import UsagePages
-from gateway.records.money.usage_ranking import UsageRanking
+from gateway.records.usage.ranking import UsageRanking
 from gateway.resources import Resources
 
 

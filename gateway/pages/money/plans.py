@@ -17,8 +17,8 @@ from gateway.pages.widgets.form_checks import form_errors, is_confirmed, read_fo
 from gateway.pages.widgets.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.widgets.price_fields import AMOUNTS, read_price
 from gateway.pages.widgets.tables import Column, csv_response, fill, read_table
+from gateway.records.money.plans import TenantPlan
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price
-from gateway.records.tenants.plans import TenantPlan
 from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms
 from wire.money import format_money
 

@@ -23,7 +23,7 @@ from gateway.pages.widgets.periods import (
 )
 from gateway.pages.widgets.tables import ROWS, Column, read_table
 from gateway.records.concurrent_reads import together
-from gateway.records.money.ranked_groups import (
+from gateway.records.usage.ranked_groups import (
     CURVES,
     GROUPS,
     MEASURES,
@@ -34,9 +34,9 @@ from gateway.records.money.ranked_groups import (
     RankedGroup,
     Step,
 )
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_rows import can_sum_end_users
-from gateway.records.money.usage_steps import by_day, total_of
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.rows import can_sum_end_users
+from gateway.records.usage.steps import by_day, total_of
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")

@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.strip import Level, Status, verb_of
 from gateway.pages.widgets.limit_titles import limit_title
-from gateway.records.events.attention import Attention, Concerns
+from gateway.records.attention import Attention, Concerns
 
 # Lifetime of the cached records, which all viewers share.
 FRESH_SECONDS = 30.0

@@ -12,7 +12,7 @@ from gateway.pages.overview.attention import Needs
 from gateway.pages.overview.overview import Overview
 from gateway.pages.overview.search import SearchPage
 from gateway.records.activity.activity import Activity
-from gateway.records.events.attention import Attention
+from gateway.records.attention import Attention
 from gateway.records.search import Search
 from gateway.resources import Resources
 

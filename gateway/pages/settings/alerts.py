@@ -21,9 +21,9 @@ from gateway.pages.widgets.forms import term_text
 from gateway.pages.widgets.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.widgets.tabs import show_tab
 from gateway.records.events.events import EVENT_TYPES, Event, Events
-from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
-from gateway.records.events.webhooks import Webhook, shown_url
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
+from gateway.records.webhooks.list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
+from gateway.records.webhooks.targets import Webhook, shown_url
 
 ALERTS = "/admin/alerts"
 EVENT_QUERY = ("type", "tenant", "since", "until", "after")

@@ -13,10 +13,10 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
 from gateway.pages.settings.settings import SettingPages
-from gateway.records.events.webhook_list import TargetLists
 from gateway.records.keys.session_list import SessionLists
-from gateway.records.money.rejected_usage import RejectedUsage
 from gateway.records.tenants.budgeted import BudgetedTenants
+from gateway.records.usage.rejected import RejectedUsage
+from gateway.records.webhooks.list import TargetLists
 from gateway.resources import Resources
 
 

@@ -19,7 +19,7 @@ from gateway.pages.widgets.tabs import show_tab
 from gateway.records.keys.list import KeyFilter, KeyLists, Sort
 from gateway.records.keys.session_list import SessionFilter, SessionLists
 from gateway.records.keys.session_list import Sort as SessionSort
-from gateway.records.money.rejected_usage import RejectedUsage
+from gateway.records.usage.rejected import RejectedUsage
 
 SETTINGS = "/admin/settings"
 SESSIONS = f"{SETTINGS}?tab=sessions"

@@ -11,9 +11,9 @@ from gateway.caller import CALLER
 from gateway.errors import GatewayError
 from gateway.process.admin_port import is_admin_port
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.adapters.rows import READY
 from gateway.records.bases.registry import Bases
 from gateway.records.keys.keys import ApiKey
+from gateway.records.version_state import READY
 
 log = logging.getLogger(__name__)
 

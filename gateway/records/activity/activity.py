@@ -28,9 +28,9 @@ from gateway.records.activity.figures import (
     as_times,
     rest_of,
 )
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
 from gateway.records.concurrent_reads import together
+from gateway.records.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import ALL_TENANTS
 from gateway.records.sql.database import Database

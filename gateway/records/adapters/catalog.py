@@ -20,7 +20,7 @@ from gateway.records.adapters.limits import check_bytes
 from gateway.records.adapters.pushes import Push
 from gateway.records.adapters.reference_targets import meanings
 from gateway.records.adapters.removed_versions import removed_since, settle_removed
-from gateway.records.adapters.rows import READY, State, Version, check_possible, is_over, read_version, unknown_name
+from gateway.records.adapters.rows import Version, check_possible, is_over, read_version, unknown_name
 from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Versions
@@ -33,6 +33,7 @@ from gateway.records.caches.tenant_cache import TenantCache
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, adapters, audit, removed_versions
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.version_state import READY, State
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.digests import digest_name
 from wire.mixtures import Mixture

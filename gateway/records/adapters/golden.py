@@ -13,14 +13,7 @@ from sqlalchemy import Row, and_, delete, exists, func, insert, or_, select, tup
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
-from gateway.records.adapters.rows import (
-    READY,
-    check_possible,
-    lock_known_name,
-    lock_tenant,
-    unknown_version,
-    versions_of,
-)
+from gateway.records.adapters.rows import check_possible, lock_known_name, lock_tenant, unknown_version, versions_of
 from gateway.records.audit import record_change
 from gateway.records.bases.base import EngineSoftware
 from gateway.records.bases.records import of_base
@@ -34,6 +27,7 @@ from gateway.records.sql.tables import (
     tenants,
 )
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.version_state import READY
 from wire.model_names import version_name
 
 # Limit of a tenant's versions with golden answers. It bounds the background checks, for which no quota pays.

@@ -1,46 +1,20 @@
-"""Limits of a tenant's own adapters: the rate of changes, and the room in the store."""
+"""Checks that a tenant's adapters fit its room in the store."""
 
-from typing import Any
-
-import msgspec
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
-from gateway.limits.kinds import ADAPTER_KINDS
 from gateway.records.adapters.removed_versions import uncollected
 from gateway.records.adapters.rows import lock_tenant
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import adapter_versions, adapters
-from gateway.records.tenants.limits import limit_fields
+from gateway.records.tenants.limits import read_adapter_limits
 
 # Versions of a name that stay on record and count; older ones are removed.
 KEPT_VERSIONS = 20
 # Removed contents stay in the store for a while. Including them, a tenant may have this many times its limit, so that a
 # tenant at its limit can still replace all its adapters.
 UNCOLLECTED_FACTOR = 2
-
-_Fields: Any = limit_fields(ADAPTER_KINDS, defaults=True)
-
-
-class AdapterLimits(_Fields):
-    """Limits of a tenant's adapters: a field for each of ADAPTER_KINDS. None: not limited.
-
-    max_adapter_bytes: size of all versions on record, in the files' own dtypes. Together with removed versions that are
-    not collected yet, UNCOLLECTED_FACTOR times as much is allowed.
-    """
-
-
-FIELDS = AdapterLimits.__struct_fields__
-
-
-def read_limits(stored: str | None) -> AdapterLimits:
-    """Return the limits of a tenant's row; NULL, in a row of the previous release, means the defaults."""
-    return AdapterLimits() if stored is None else msgspec.json.decode(stored, type=AdapterLimits)
-
-
-def write_limits(limits: AdapterLimits) -> str:
-    return msgspec.json.encode(limits).decode()
 
 
 async def check_room(
@@ -50,7 +24,7 @@ async def check_room(
     row = await lock_tenant(connection, tenant_id)
     if row is None:
         raise RecordNotFound("The tenant of this name no longer exists.", param="tenant")
-    limits = read_limits(row.adapter_limits)
+    limits = read_adapter_limits(row.adapter_limits)
     names, _ = await _stored(connection, tenant_id)
     if new_name and limits.max_adapters is not None and names >= limits.max_adapters:
         raise AdapterLimitExceeded(

@@ -21,8 +21,6 @@ from gateway.records.adapters.list_uses import (
     uses_of,
     uses_of_series,
 )
-from gateway.records.adapters.rows import READY, State
-from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import (
     adapter_aliases,
@@ -32,6 +30,8 @@ from gateway.records.sql.tables import (
     saved_mixtures,
     tenants,
 )
+from gateway.records.usage.tenant_sums import TenantSums
+from gateway.records.version_state import READY, State
 from wire.digests import bare_digest
 from wire.model_names import version_name
 

@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping
 
 from sqlalchemy import and_, select
 
-from gateway.records.adapters.rows import READY
 from gateway.records.bases.base import Binding
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_probes, adapter_versions
+from gateway.records.version_state import READY
 from wire.prefetch import MAX_PINNED
 
 

@@ -8,12 +8,13 @@ import msgspec
 from sqlalchemy import and_, delete, func, insert, select
 
 from gateway.errors import RecordNotFound
-from gateway.records.adapters.rows import READY, check_possible, unknown_version
+from gateway.records.adapters.rows import check_possible, unknown_version
 from gateway.records.bases.base import FIRST, Binding
 from gateway.records.caches.changes import count_change
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_probes, adapter_versions, adapters, tenants
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.version_state import READY
 from wire.probes import AdapterProbe
 
 # Limit of one tenant's unprobed versions in a listing.

@@ -6,7 +6,6 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Integer, Select, Text, and_, bindparam, literal, null, or_, select
 
 from gateway.records.adapters.removed_versions import all_versions
-from gateway.records.adapters.rows import READY
 from gateway.records.sql.tables import (
     UtcDateTime,
     adapter_alias_targets,
@@ -15,6 +14,7 @@ from gateway.records.sql.tables import (
     adapters,
     prices,
 )
+from gateway.records.version_state import READY
 from wire.model_names import LATEST, Reference
 
 Kind = Literal["version", "latest", "alias"]

@@ -1,7 +1,7 @@
 """Rows of an adapter's name and its versions, and the queries that versions and aliases share."""
 
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from sqlalchemy import Row, Select, and_, select
@@ -10,11 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import RecordNotFound
 from gateway.records.bases.base import FIRST
 from gateway.records.sql.tables import adapter_versions, adapters, tenants
+from gateway.records.version_state import READY, State
 from wire.model_names import ADAPTER_NAME
-
-# `uploading` is the state of unfinished uploads (uploads.py), `deleted` that of removed versions.
-State = Literal["uploading", "validating", "ready", "rejected", "retired", "deleted"]
-READY: State = "ready"
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,9 +24,7 @@ from gateway.records.adapters.limits import KEPT_VERSIONS
 from gateway.records.adapters.pushes import Push, admit
 from gateway.records.adapters.removed_versions import remove_versions
 from gateway.records.adapters.rows import (
-    READY,
     Reason,
-    State,
     Version,
     is_over,
     lock_known_name,
@@ -46,6 +44,7 @@ from gateway.records.events.events import record_event
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.version_state import READY, State
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.model_names import Reference, version_name
 

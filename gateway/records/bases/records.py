@@ -11,7 +11,6 @@ from sqlalchemy import ColumnElement, Row, func, insert, or_, select, text, upda
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import Conflict, NameTaken, RecordNotFound, Unavailable
-from gateway.records.adapters.rows import READY
 from gateway.records.audit import record_change
 from gateway.records.bases.base import FIRST, Base, BaseState, Shape
 from gateway.records.bases.table import bases
@@ -20,6 +19,7 @@ from gateway.records.sql.database import Database
 from gateway.records.sql.lock_waits import waiting_at_most
 from gateway.records.sql.tables import adapter_versions, adapters, saved_mixtures, tenants
 from gateway.records.unchanged import check_unchanged
+from gateway.records.version_state import READY
 from wire.model_names import parse_reference, version_name
 
 # Maximum number of versions that an error names.

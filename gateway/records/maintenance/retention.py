@@ -8,13 +8,13 @@ from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import ColumnElement, Select, Table, delete, func, select, tuple_
 
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
-from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
 from gateway.records.partitions.partitions import Partitions, count_rows, noting
+from gateway.records.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage, usage_daily, usage_hourly
+from gateway.records.usage.end_user_tables import usage_end_user_days, usage_end_users
 
 # Kinds of series in the sums for charts.
 KINDS = (TENANT, MODEL, ENGINE, OWN_BASE, BASE)

@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
+from gateway.records.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.requests.refused import ALL_TENANTS
 from gateway.records.sql.database import Database

@@ -48,7 +48,7 @@ tenants = Table(
     # JSON: a model's name -> its limits.
     Column("model_limits", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # JSON (gateway/records/adapters/limits.py); NULL means the defaults.
+    # JSON (gateway/records/tenants/limits.py); NULL means the defaults.
     Column("adapter_limits", Text, nullable=True),
     # All limits on requests, as JSON, here and in api_keys (gateway/records/tenants/limits.py).
     Column("limits", Text, nullable=True),
@@ -70,7 +70,7 @@ tenants = Table(
     Index("ix_tenants_external_id", "external_id", unique=True),
 )
 
-# Named terms of tenants (gateway/records/tenants/plans.py). terms, prices: JSON.
+# Named terms of tenants (gateway/records/money/plans.py). terms, prices: JSON.
 plans = Table(
     "plans",
     metadata,

@@ -1,8 +1,9 @@
-"""Limits of tenants, keys and models. The database stores them in one column, as a JSON object by the kinds' names.
+"""Limits of tenants, keys, models and adapters.
 
-Gateways of the previous release read and write one column for each of their kinds (FORMER_COLUMNS). This release writes
-these columns too, and prefers their values when it reads: if they differ from the JSON, an older gateway has changed
-them. The next release can drop them.
+The database stores limits of requests in one column, as a JSON object by the kinds' names, and those of adapters in
+another. Gateways of the previous release read and write one column for each kind of requests (FORMER_COLUMNS). This
+release writes these columns too, and prefers their values when it reads: if they differ from the JSON, an older gateway
+has changed them. The next release can drop them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from gateway.limits.kinds import ALERT_KINDS, REQUEST_KINDS, Kind
+from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, REQUEST_KINDS, Kind
 from gateway.records.sql.tables import FORMER_COLUMNS, tenants
 
 
@@ -47,6 +48,17 @@ class SoftBudgets(_SoftFields):
     """
 
 
+_AdapterFields: Any = limit_fields(ADAPTER_KINDS, defaults=True)
+
+
+class AdapterLimits(_AdapterFields):
+    """Limits of a tenant's adapters: a field for each of ADAPTER_KINDS. None: not limited.
+
+    max_adapter_bytes: size of all versions on record, in the files' own dtypes. Removed versions that are not collected
+    yet have room beyond it (`UNCOLLECTED_FACTOR` in gateway/records/adapters/limits.py).
+    """
+
+
 # Columns that `read_limits` reads.
 LIMIT_COLUMNS = ("limits", *FORMER_COLUMNS)
 # Limits of a new tenant, unless the operator sets others.
@@ -75,6 +87,15 @@ def change_limits(row: Row[Any] | None, changes: Mapping[str, int | None]) -> di
     """
     stored = {} if row is None else _stored(row)
     return _columns({name: value for name, value in {**stored, **changes}.items() if value is not None})
+
+
+def read_adapter_limits(stored: str | None) -> AdapterLimits:
+    """Return the limits of a tenant's row; NULL, in a row of the previous release, means the defaults."""
+    return AdapterLimits() if stored is None else msgspec.json.decode(stored, type=AdapterLimits)
+
+
+def write_adapter_limits(limits: AdapterLimits) -> str:
+    return msgspec.json.encode(limits).decode()
 
 
 def limit_value(name: str) -> ColumnElement[Any]:

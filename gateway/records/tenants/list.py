@@ -25,12 +25,12 @@ from gateway.errors import BadRequest
 from gateway.limits.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
 from gateway.records.cooperative_rows import in_pieces, read_rows
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
-from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import UtcDateTime, api_keys, tenants
 from gateway.records.tenants.limits import limit_value
 from gateway.records.tenants.month_sums import DAY, FORECAST_DAYS, month_sums, periods
 from gateway.records.tenants.tenants import Tenant, read_tenant
+from gateway.records.usage.tenant_sums import TenantSums
 
 CursorSort = Literal["name", "spend", "requests", "created"]
 # The values of the other orders change with time, so their pages have offsets and no cursors.

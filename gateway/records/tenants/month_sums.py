@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, func, se
 from gateway.limits.kinds import BUDGET
 from gateway.limits.periods import period_start
 from gateway.records.activity.tables import ACTIVITY, TENANT, activity_series
-from gateway.records.money.tenant_sums import series_of
-from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.sql.sums import int_sum
+from gateway.records.usage.rows import UsageFilter, rows_of
+from gateway.records.usage.tenant_sums import series_of
 
 # Number of past days whose mean spend is expected for each remaining day of the month.
 FORECAST_DAYS = 7

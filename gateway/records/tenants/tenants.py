@@ -13,8 +13,6 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, NameTaken, RecordNotFound
-from gateway.records.adapters import limits as adapter_limits
-from gateway.records.adapters.limits import AdapterLimits
 from gateway.records.audit import record_change
 from gateway.records.caches.changes import PRICES, count_change
 from gateway.records.events.events import record_event
@@ -22,11 +20,14 @@ from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapters, plans, prices, tenants
 from gateway.records.tenants.limits import (
     DEFAULT_LIMITS,
+    AdapterLimits,
     Limits,
     SoftBudgets,
     change_limits,
+    read_adapter_limits,
     read_limits,
     read_soft_budgets,
+    write_adapter_limits,
 )
 from gateway.records.tenants.terms import (
     BUDGET_WARN_AT,
@@ -248,10 +249,10 @@ async def plan_terms(
 def term_columns(effective: Mapping[str, Any], row: Row[Any] | None = None) -> dict[str, Any]:
     """Return the column values of effective terms. row: the tenant's, whose limits of a newer release stay."""
     of_requests = {name: effective[name] for name in (*Limits.__struct_fields__, *SoftBudgets.__struct_fields__)}
-    of_adapters = AdapterLimits(**{name: effective[name] for name in adapter_limits.FIELDS})
+    of_adapters = AdapterLimits(**{name: effective[name] for name in AdapterLimits.__struct_fields__})
     return {
         **change_limits(row, of_requests),
-        "adapter_limits": adapter_limits.write_limits(of_adapters),
+        "adapter_limits": write_adapter_limits(of_adapters),
         "model_limits": msgspec.json.encode(effective["model_limits"]).decode(),
         "budget_warn_at": _write_shares(effective["budget_warn_at"]),
         **{name: effective[name] for name in ("weight", "priority", "ttft_target", "on_token_limit")},
@@ -272,7 +273,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
         suspended=row.suspended,
         budget_warn_at=read_shares(row.budget_warn_at),
         model_limits=msgspec.json.decode(row.model_limits, type=dict[str, Limits]),
-        adapter_limits=adapter_limits.read_limits(row.adapter_limits),
+        adapter_limits=read_adapter_limits(row.adapter_limits),
         created_at=row.created_at,
         plan=row.plan,
         own=read_terms(row.own_terms),

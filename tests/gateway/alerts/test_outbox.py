@@ -8,17 +8,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import event, func, select, update
+from sqlalchemy import event, update
 
 from gateway.alerts.messages import title
 from gateway.alerts.outbox import Outbox
-from gateway.records.events.events import MAX_PER_HOUR, Events
-from gateway.records.events.tables import event_deliveries, events, webhooks
-from gateway.records.events.webhooks import MAX_OF_TENANT, Webhook, Webhooks
+from gateway.records.events.events import Events
+from gateway.records.events.tables import events, webhooks
 from gateway.records.maintenance.leadership import Leadership
 from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.records.webhooks.targets import MAX_OF_TENANT, Webhook, Webhooks
 from testing.gateway.running import until
+from tests.gateway.records.events.test_events import record, states
 
 Take = Callable[[str, str], Awaitable[str | None]]
 
@@ -65,30 +66,6 @@ async def add(database: Database, *names: str, tenant: Tenant | None = None, typ
         await Webhooks(database).put(name, "https://a.example/", types, tenant, "admin")
 
 
-async def record(database: Database, once: str, tenant: Tenant | None = None) -> bool:
-    return await Events(database).record(
-        "budget.threshold",
-        {"threshold": 0.8},
-        once=once,
-        tenant_id=None if tenant is None else tenant.id,
-        tenant=None if tenant is None else tenant.name,
-    )
-
-
-async def states(database: Database) -> list[str]:
-    async with database.read() as connection:
-        return sorted((await connection.execute(select(event_deliveries.c.state))).scalars())
-
-
-async def test_an_event_that_many_notice_is_one_row(database: Database):
-    await add(database, "one", "two")
-    added = await asyncio.gather(*(record(database, "same") for _ in range(8)))
-    assert sorted(added) == [False] * 7 + [True]
-    async with database.read() as connection:
-        assert (await connection.execute(select(func.count()).select_from(events))).scalar_one() == 1
-    assert await states(database) == ["pending", "pending"]
-
-
 async def test_each_webhook_gets_its_types_and_its_tenant(database: Database):
     tenants = Tenants(database)
     acme, globex = await tenants.create("acme", {}, "a"), await tenants.create("globex", {}, "a")
@@ -104,14 +81,6 @@ async def test_each_webhook_gets_its_types_and_its_tenant(database: Database):
         ("budget.threshold", "globex"): {"all"},
         ("engine.down", None): {"all", "engines"},
     }
-
-
-async def test_a_tenant_cannot_fill_the_table(database: Database):
-    tenants = Tenants(database)
-    acme, globex = await tenants.create("acme", {}, "a"), await tenants.create("globex", {}, "a")
-    added = [await record(database, f"acme {number}", acme) for number in range(MAX_PER_HOUR + 5)]
-    assert sum(added) == MAX_PER_HOUR
-    assert await record(database, "globex", globex)
 
 
 async def test_a_tenant_has_few_webhooks_and_loses_them_with_its_name(database: Database):
@@ -146,7 +115,7 @@ async def test_every_event_is_delivered_once_by_one_of_two_gateways(database: Da
 
 
 async def test_a_failed_delivery_is_tried_again_until_it_succeeds(database: Database, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.records.events.webhooks.BACKOFF", (0.05, 0.1))
+    monkeypatch.setattr("gateway.records.webhooks.targets.BACKOFF", (0.05, 0.1))
     await add(database, "one")
     errors = ["first", "second", None]
 
@@ -212,7 +181,7 @@ async def test_a_webhook_that_changes_during_an_attempt_is_tried_at_once(databas
 async def test_an_event_that_a_target_refuses_does_not_hold_up_its_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.records.events.webhooks.BACKOFF", (0.02,))
+    monkeypatch.setattr("gateway.records.webhooks.targets.BACKOFF", (0.02,))
     await add(database, "one")
     for number in range(3):
         await record(database, f"event {number}")
@@ -333,13 +302,3 @@ async def test_a_leader_prolongs_its_lease_seldom_but_in_time(database: Database
     assert await brief.take()
     assert writes == made + 1
     assert not await other.take()
-
-
-async def test_old_events_are_removed_with_their_deliveries(database: Database):
-    await add(database, "one")
-    await record(database, "old")
-    async with database.write() as connection:
-        await connection.execute(update(events).values(created_at=datetime.now(UTC) - timedelta(days=91)))
-    await record(database, "new")
-    assert await Events(database).sweep() == 1
-    assert await states(database) == ["pending"]

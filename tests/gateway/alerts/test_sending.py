@@ -20,7 +20,7 @@ from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.sending import Sender
 from gateway.alerts.signing import signed_headers, webhook_secret
 from gateway.errors import BadRequest
-from gateway.records.events.webhooks import Webhook, shown_url
+from gateway.records.webhooks.targets import Webhook, shown_url
 from testing.ports import free_port
 
 NOW = datetime(2026, 11, 23, 12, tzinfo=UTC)

@@ -14,11 +14,11 @@ from gateway.billing import activity_rebuild, end_user_rebuild
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.end_user_writer import EndUserWriter
 from gateway.billing.writer import UsageWriter
-from gateway.records.money.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
-from gateway.records.money.usage_report import UsageReport
-from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
+from gateway.records.usage.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
+from gateway.records.usage.report import UsageReport
+from gateway.records.usage.rows import UsageFilter
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

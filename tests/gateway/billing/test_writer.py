@@ -11,11 +11,11 @@ from sqlalchemy import func, select
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records.money import end_user_sums
-from gateway.records.money.usage_report import SUMMED, UsageReport, UsageSums
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants.tenants import Tenants
+from gateway.records.usage import end_user_sums
+from gateway.records.usage.report import SUMMED, UsageReport, UsageSums
 from gateway.usage_row import decode, encode
 from testing.gateway.rows import NOON, row
 

@@ -10,7 +10,7 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.limits import Limit, upload_limits
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes, UploadSize
-from gateway.records.adapters.limits import AdapterLimits
+from gateway.records.tenants.limits import AdapterLimits
 from gateway.redis.client import Client, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, take

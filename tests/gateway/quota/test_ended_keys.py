@@ -13,7 +13,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.store import QuotaStore
 from gateway.records.money.prices import FREE
-from gateway.records.money.usage_sums import UsagePast
+from gateway.records.past_usage import UsagePast
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys, tenants
 from gateway.redis import sweeps

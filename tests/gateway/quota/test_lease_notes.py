@@ -3,7 +3,7 @@
 from gateway.quota.demand import Need
 from gateway.quota.limits import upload_limits
 from gateway.quota.quota import Quota
-from gateway.records.adapters.limits import AdapterLimits
+from gateway.records.tenants.limits import AdapterLimits
 from testing.gateway.principals import principal
 
 

@@ -16,7 +16,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import Quota
 from gateway.records.money.prices import Price
-from gateway.records.money.usage_sums import ALL, UsagePart
+from gateway.records.past_usage import ALL, UsagePart
 from gateway.redis.client import Client
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take

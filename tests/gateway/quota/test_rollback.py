@@ -18,8 +18,8 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Reservation
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.sql.database import Database
+from gateway.records.usage.report import UsageReport
 from gateway.redis.client import Client, connect
 from gateway.usage_row import encode
 from testing.gateway.principals import principal

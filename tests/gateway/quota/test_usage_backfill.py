@@ -28,9 +28,9 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.usage_backfill import DAY, HOUR, still_counted
 from gateway.records.money.prices import Price
-from gateway.records.money.usage_report import UsageReport
-from gateway.records.money.usage_sums import ALL, UsagePart, UsagePast
+from gateway.records.past_usage import ALL, UsagePart, UsagePast
 from gateway.records.sql.database import Database
+from gateway.records.usage.report import UsageReport
 from gateway.redis.client import connect
 from gateway.usage_row import encode
 from testing.gateway.bases import only

@@ -10,13 +10,13 @@ from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import GatewayError, translate
-from gateway.records.events.webhooks import Webhooks
+from gateway.records.money.plans import Plans
 from gateway.records.money.prices import Price, Prices
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import plans
-from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS
+from gateway.records.webhooks.targets import Webhooks
 
 AT_ONCE = 8
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from gateway.api.adapters.probes import changes
 from gateway.api.uploads import validating
-from gateway.records.adapters.rows import READY
+from gateway.records.version_state import READY
 from loraplex.cli import main
 from testing.adapter_files import upload_form
 from testing.engine import RunningServer

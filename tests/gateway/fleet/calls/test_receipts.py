@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.sql.database import Database
+from gateway.records.usage.report import UsageReport
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push

@@ -17,11 +17,11 @@ from gateway.api.reports.usage_export import UsageExport
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
 from gateway.records.maintenance.retention import Retention
-from gateway.records.money import end_user_sums
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
+from gateway.records.usage import end_user_sums
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.report import UsageReport
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World
@@ -229,7 +229,7 @@ async def test_an_export_is_of_one_moment(reader: Reader, database: Database):
     """Rows that are written while an export is read are in none of its groups."""
     await fill(database, *rows(3000))
     report = UsageReport(database)
-    from gateway.records.money.usage_rows import UsageFilter
+    from gateway.records.usage.rows import UsageFilter
 
     found, wrote = 0, False
     async for part in report.stream(("model", "hour"), UsageFilter(), None, None, at_once=100):

@@ -12,7 +12,7 @@ from gateway.api.health import State
 from gateway.fleet.engines.health import Health as EngineHealth
 from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
-from gateway.records.events.attention import Budget, Concerns, FailingTarget, RejectedVersion
+from gateway.records.attention import Budget, Concerns, FailingTarget, RejectedVersion
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey
 from gateway.records.requests.refusal_report import Refused

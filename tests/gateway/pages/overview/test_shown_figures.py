@@ -15,7 +15,7 @@ from gateway.access.sessions import VISITOR
 from gateway.pages.overview.attention import Needs
 from gateway.pages.overview.overview import Overview
 from gateway.records.activity.activity import Activity
-from gateway.records.events.attention import Concerns
+from gateway.records.attention import Concerns
 from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON, row
 from tests.gateway.pages.conftest import Reader, World

@@ -8,9 +8,10 @@ from sqlalchemy import update
 
 from gateway.errors import AdapterLimitExceeded
 from gateway.records.adapters.catalog import Adapter, Catalog
-from gateway.records.adapters.limits import KEPT_VERSIONS, AdapterLimits
+from gateway.records.adapters.limits import KEPT_VERSIONS
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import tenants as table
+from gateway.records.tenants.limits import AdapterLimits
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.bases import only
 

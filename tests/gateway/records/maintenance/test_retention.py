@@ -13,11 +13,11 @@ from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.maintenance import housekeeping, retention
 from gateway.records.maintenance.retention import Retention
-from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage, usage_daily, usage_hourly
+from gateway.records.usage.end_user_tables import usage_end_user_days, usage_end_users
+from gateway.records.usage.report import UsageReport
 from gateway.settings import SettingsError
 from testing.gateway.rows import row
 from testing.gateway.running import running, settings, until

@@ -13,12 +13,12 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
 from gateway.records.maintenance import retention
 from gateway.records.maintenance.retention import Retention
-from gateway.records.money.end_user_tables import usage_end_users
 from gateway.records.partitions import partitions
 from gateway.records.partitions.partitioning import partition
 from gateway.records.partitions.partitions import Partitions, changing_partitions, make_month, next_month
 from gateway.records.sql.database import MIGRATION_LOCK, Database
 from gateway.records.sql.tables import usage, usage_daily
+from gateway.records.usage.end_user_tables import usage_end_users
 from testing.gateway.partitions import end_first
 from testing.gateway.rows import row
 from testing.gateway.running import until

@@ -14,15 +14,15 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Conflict
 from gateway.records.activity.tables import ACTIVITY
 from gateway.records.audit import Audit
-from gateway.records.money.tenant_sums import TenantSums
+from gateway.records.money.plans import Plans
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys, usage_daily
 from gateway.records.sql.tables import tenants as table
 from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
 from gateway.records.tenants.list import BudgetUse, CursorSort, TenantFilter, TenantLists
-from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms
+from gateway.records.usage.tenant_sums import TenantSums
 from testing.gateway.rows import row
 from testing.gateway.running import Gateway
 

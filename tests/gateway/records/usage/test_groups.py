@@ -10,9 +10,9 @@ import pytest
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records.money.usage_report import UsageReport, UsageSums
-from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.sql.database import Database
+from gateway.records.usage.report import UsageReport, UsageSums
+from gateway.records.usage.rows import UsageFilter
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

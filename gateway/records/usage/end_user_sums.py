@@ -13,9 +13,11 @@ from sqlalchemy import BigInteger, Select, case, func, literal, literal_column, 
 from gateway.errors import BadRequest
 from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.concurrent_reads import together
-from gateway.records.money.end_user_tables import usage_end_user_days
-from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.money.usage_rows import (
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import usage, usage_daily, usage_hourly
+from gateway.records.usage.end_user_tables import usage_end_user_days
+from gateway.records.usage.rows import (
     DAY,
     HOUR,
     Moment,
@@ -25,9 +27,7 @@ from gateway.records.money.usage_rows import (
     rows_of,
     whole_days,
 )
-from gateway.records.sql.database import Database
-from gateway.records.sql.sums import int_sum
-from gateway.records.sql.tables import usage, usage_daily, usage_hourly
+from gateway.records.usage.tenant_sums import TenantSums
 
 # Maximum number of requests and sums by end user that a report of a tenant reads. The database takes a few
 # microseconds for each.

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from sqlalchemy import select
 
-from gateway.records.adapters.rows import State
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey, expiring_keys
 from gateway.records.requests.refusal_report import RefusalReport, Refused
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, adapters, tenants
 from gateway.records.tenants.list import TenantLists
+from gateway.records.version_state import State
 
 BUDGET_PART = 0.8
 EXPIRY, REJECTION, REFUSAL = timedelta(days=7), timedelta(days=1), timedelta(hours=1)

@@ -7,9 +7,9 @@ import msgspec
 from sqlalchemy import ColumnElement, func, or_, select
 
 from gateway.records.events.tables import event_deliveries, webhooks
-from gateway.records.events.webhooks import Webhook, read_webhook, select_webhooks
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import tenants
+from gateway.records.webhooks.targets import Webhook, read_webhook, select_webhooks
 
 State = Literal["failing", "waiting", "works", "unused"]
 STATES: tuple[State, ...] = get_args(State)

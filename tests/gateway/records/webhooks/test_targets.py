@@ -1,9 +1,9 @@
 """Webhooks that several requests write at the same moment: one of each name, and no more than a tenant may have."""
 
 from gateway.errors import BadRequest
-from gateway.records.events.webhooks import MAX_OF_TENANT, Webhooks
 from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Tenants
+from gateway.records.webhooks.targets import MAX_OF_TENANT, Webhooks
 from tests.gateway.records.test_simultaneous_changes import AT_ONCE, at_once
 
 

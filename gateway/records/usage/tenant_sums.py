@@ -68,7 +68,7 @@ def sums_part(
     models: Sequence[str] | None = None,
     measures: Sequence[str] = SUMMED,
 ) -> Select[Any]:
-    """Select the sums of hours or days (3600 or 86400) in the columns of usage_rows.rows_of.
+    """Select the sums of hours or days (3600 or 86400) in the columns of `rows_of`.
 
     Without owners and the groups "tenant" and "model", the tenants' and models' columns are empty. owners: conditions
     on the columns of `activity_series`. measures: the columns of sums.

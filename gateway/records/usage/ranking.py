@@ -10,8 +10,11 @@ from sqlalchemy import ColumnElement, Subquery, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.concurrent_reads import together
-from gateway.records.money.end_user_sums import EndUserSums, read_largest
-from gateway.records.money.ranked_groups import (
+from gateway.records.sql.database import Database
+from gateway.records.sql.sums import int_sum
+from gateway.records.sql.tables import api_keys
+from gateway.records.usage.end_user_sums import EndUserSums, read_largest
+from gateway.records.usage.ranked_groups import (
     CURVES,
     KEYS,
     Curves,
@@ -24,12 +27,9 @@ from gateway.records.money.ranked_groups import (
     Step,
     identity_of,
 )
-from gateway.records.money.tenant_sums import SUMMED, TenantSums
-from gateway.records.money.usage_rows import days_of, rows_of, whole_days
-from gateway.records.money.usage_steps import Steps, measured
-from gateway.records.sql.database import Database
-from gateway.records.sql.sums import int_sum
-from gateway.records.sql.tables import api_keys
+from gateway.records.usage.rows import days_of, rows_of, whole_days
+from gateway.records.usage.steps import Steps, measured
+from gateway.records.usage.tenant_sums import SUMMED, TenantSums
 
 # Maximum requests that the curves and the comparison of a ranking by end user read, where sums do not suffice.
 MAX_COMPARED = 100_000

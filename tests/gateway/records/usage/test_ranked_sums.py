@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from gateway.billing.writer import UsageWriter
-from gateway.records.money.ranked_groups import KEYS, MEASURES, GroupBy, Measure, Part, identity_of
-from gateway.records.money.tenant_sums import SUMMED
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_rows import UsageFilter
-from gateway.records.money.usage_steps import total_of
 from gateway.records.sql.database import Database
+from gateway.records.usage.ranked_groups import KEYS, MEASURES, GroupBy, Measure, Part, identity_of
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.rows import UsageFilter
+from gateway.records.usage.steps import total_of
+from gateway.records.usage.tenant_sums import SUMMED
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.conftest import BOTH, new_database

@@ -12,11 +12,11 @@ from gateway.errors import BadRequest, Conflict, NameTaken, RecordNotFound
 from gateway.records.adapters.catalog import Model
 from gateway.records.audit import Audit
 from gateway.records.caches.changes import PRICES, Changes
+from gateway.records.money.plans import Plans
 from gateway.records.money.prices import FREE, Price, PriceList, Prices
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import tenants as table
 from gateway.records.tenants.limits import Limits
-from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms, resolve, sources
 from testing.gateway.bases import only

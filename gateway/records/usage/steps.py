@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from datetime import datetime
 
-from gateway.records.money.tenant_sums import SUMMED
+from gateway.records.usage.tenant_sums import SUMMED
 
 Steps = dict[datetime, dict[str, int]]
 """Sums by SUMMED of all groups, by the start of their hour, day or month."""

@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, Select, Subquery, Table, func, literal, se
 
 from gateway.errors import BadRequest
 from gateway.records.activity.tables import activity_series
-from gateway.records.money.end_user_tables import usage_end_users
-from gateway.records.money.tenant_sums import PERIODS, STARTS, SUMMED, can_sum, sums_part
 from gateway.records.sql.tables import UtcDateTime, usage, usage_daily, usage_hourly
+from gateway.records.usage.end_user_tables import usage_end_users
+from gateway.records.usage.tenant_sums import PERIODS, STARTS, SUMMED, can_sum, sums_part
 
 # Groups of which the usual sums know nothing. A report by version reads the rows of requests; one by end user has sums
 # of whole days, but only together with the other groups of BY_END_USER and without a filter by key or model.

@@ -11,12 +11,12 @@ from sqlalchemy import delete
 
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY
-from gateway.records.money import usage_ranking
-from gateway.records.money.ranked_groups import CURVES, GroupBy, Measure, Part, RankedGroup
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_rows import UsageFilter
-from gateway.records.money.usage_steps import by_day, total_of
 from gateway.records.sql.database import Database
+from gateway.records.usage import ranking as usage_ranking
+from gateway.records.usage.ranked_groups import CURVES, GroupBy, Measure, Part, RankedGroup
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.rows import UsageFilter
+from gateway.records.usage.steps import by_day, total_of
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

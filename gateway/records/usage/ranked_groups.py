@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.usage.rows import UsageFilter
 
 GroupBy = Literal["tenant", "model", "key", "end_user", "hour", "day", "month"]
 Measure = Literal["cost", "tokens", "requests"]

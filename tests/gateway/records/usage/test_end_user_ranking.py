@@ -15,14 +15,15 @@ from sqlalchemy import delete, update
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.maintenance.retention import Retention
-from gateway.records.money import end_user_sums, usage_ranking
-from gateway.records.money.end_user_sums import Candidate, read_largest
-from gateway.records.money.end_user_tables import usage_end_user_days
-from gateway.records.money.ranked_groups import Part, RankedGroup
-from gateway.records.money.usage_ranking import UsageRanking
-from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
+from gateway.records.usage import end_user_sums
+from gateway.records.usage import ranking as usage_ranking
+from gateway.records.usage.end_user_sums import Candidate, read_largest
+from gateway.records.usage.end_user_tables import usage_end_user_days
+from gateway.records.usage.ranked_groups import Part, RankedGroup
+from gateway.records.usage.ranking import UsageRanking
+from gateway.records.usage.rows import UsageFilter
 from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 

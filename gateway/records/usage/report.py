@@ -18,12 +18,12 @@ from sqlalchemy import (
 
 from gateway.errors import BadRequest
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
-from gateway.records.money.end_user_sums import EndUserSums
-from gateway.records.money.tenant_sums import PERIODS, SUMMED
-from gateway.records.money.usage_rows import BY_ROWS, Moment, UsageFilter, rows_of
 from gateway.records.sql.database import Database
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import api_keys, tenants, usage, usage_daily
+from gateway.records.usage.end_user_sums import EndUserSums
+from gateway.records.usage.rows import BY_ROWS, Moment, UsageFilter, rows_of
+from gateway.records.usage.tenant_sums import PERIODS, SUMMED
 from gateway.usage_row import UsageRow
 from wire.model_names import MAX_VERSION
 
