@@ -119,7 +119,8 @@ class Ledger:
     async def close(self) -> None:
         """Try once to write the remaining rows. The others stay in Redis or in the journal for the next process."""
         try:
-            await self._write_held()
+            # No further row comes, so the last ones wait for no others.
+            await self._write_held(lingers=False)
             await self._replay()
         except (Unavailable, OSError) as error:
             log.warning("unwritten usage rows are left to the next gateway: %s", error)
@@ -174,9 +175,10 @@ class Ledger:
                     await event.wait()
             event.clear()
 
-    async def _write_held(self) -> None:
+    async def _write_held(self, *, lingers: bool = True) -> None:
+        """Write the rows in memory in batches. lingers: whether a small batch waits for further rows."""
         while self._held:
-            if len(self._held) < MAX_BATCH:
+            if lingers and len(self._held) < MAX_BATCH:
                 await asyncio.sleep(LINGER_SECONDS)
             batch = [self._held[i] for i in range(min(MAX_BATCH, len(self._held)))]
             await self._writer.write(row for _, row in batch)

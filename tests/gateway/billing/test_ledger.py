@@ -80,6 +80,17 @@ async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database
     assert await count(database) == 700
 
 
+async def test_the_last_rows_of_a_closing_ledger_wait_for_no_others(
+    database: Database, redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each gateway that had just served a request stopped later by the time for which rows wait for others."""
+    monkeypatch.setattr(ledger_module, "LINGER_SECONDS", 2 * PATIENCE)
+    async with asyncio.timeout(PATIENCE):
+        async with running(make_ledger(database, redis, tmp_path)) as ledger:
+            ledger.settled(await add(redis, row("r0")), row("r0"))
+    assert await count(database) == 1
+
+
 async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(
     database: Database, redis: Redis, tmp_path: Path
 ):
