@@ -49,6 +49,7 @@ SLOW = (
     "e2e/browser/test_console_walk.py",
     "gateway/api/test_unserved_rate.py",
     "gateway/billing/test_ledger_chaos.py",
+    "gateway/fleet/queueing/test_fleet_share.py",
     "e2e/browser/test_drafts.py",
     "engine/execution/test_graphs.py",
     "gateway/api/inference/test_delivery.py",
@@ -268,13 +269,22 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Sort files so that no process ends alone with a long one: as in `SLOW`, then by longest time-out."""
+    """Sort files so that no process ends alone with a long one: as in `SLOW`, then by longest time-out.
+
+    Files of the gateway's tests, which mostly wait, are mixed with all others, which mostly compute. One kind after the
+    other would let the processes wait for a core at first, and leave the cores idle later.
+    """
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOW)}
-    items.sort(key=lambda item: (place.get(item.path, len(SLOW)), -longest[item.path]))
+    files = sorted(longest, key=lambda path: (place.get(path, len(SLOW)), -longest[path]))
+    waiting = [path for path in files if path.is_relative_to(ROOT / "tests/gateway")]
+    computing = [path for path in files if not path.is_relative_to(ROOT / "tests/gateway")]
+    # Both kinds begin and end together.
+    turn = {path: number / len(kind) for kind in (computing, waiting) for number, path in enumerate(kind)}
+    items.sort(key=lambda item: turn[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
