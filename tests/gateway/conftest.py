@@ -29,7 +29,7 @@ from testing.gateway.check_servers import KeptCheckServer, end_spare
 from testing.gateway.cluster import valkey_cluster
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Client as TenantClient
-from testing.gateway.running import Gateway, empty_database, running, save_model, settings
+from testing.gateway.running import Gateway, empty_database, running_alone, save_model, settings
 from testing.gateway.statements import Statements
 from testing.gateway.upstream import Upstream
 from wire.text import tokenizer
@@ -227,7 +227,7 @@ async def gateway(
 ) -> AsyncIterator[Gateway]:
     shutil.copy(migrated, tmp_path / "gateway.db")
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False)
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         yield gateway
 
 
@@ -251,7 +251,7 @@ async def shared_gateway(
 ) -> AsyncIterator[Gateway]:
     """Start one gateway for the module's tests that are marked `asyncio(loop_scope="module")`."""
     of = settings(shared_folder, model_dir, [shared_upstream.url], redis_url, migrate_on_start=False)
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         yield gateway
 
 
@@ -263,13 +263,13 @@ async def shared_tenant(shared_gateway: Gateway) -> TenantClient:
 
 @pytest.fixture
 def serve(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, migrated: Path) -> Any:
-    """Start a gateway with other settings."""
+    """Start a gateway with other settings, alone on its database."""
 
     @asynccontextmanager
     async def serving(**overrides: Any) -> AsyncIterator[Gateway]:
         shutil.copy(migrated, tmp_path / "gateway.db")
         of = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False, **overrides)
-        async with running(of) as gateway:
+        async with running_alone(of) as gateway:
             yield gateway
 
     return serving

@@ -23,7 +23,9 @@ async def connect(gateway: Gateway, receive_buffer: int | None = None) -> tuple[
     plain.setblocking(False)
     address = urlsplit(gateway.url)
     await asyncio.get_running_loop().sock_connect(plain, (address.hostname, address.port))
-    return await asyncio.open_connection(sock=plain, limit=2**16)
+    reader, writer = await asyncio.open_connection(sock=plain, limit=2**16)
+    gateway.connections.append(writer.transport)
+    return reader, writer
 
 
 def head(client: Client, length: int) -> bytes:
@@ -61,17 +63,17 @@ async def test_a_body_that_never_ends(serve: Any, upstream: Upstream):
     assert upstream.requests == []
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_never_ends(stream: bool, serve: Any, upstream: Upstream):
+async def test_requests_that_never_end(serve: Any, upstream: Upstream):
     async with serve(request_timeout=5.0) as gateway:
         acme = await gateway.tenant("acme")
-        got = await acme.complete(stream=stream, max_tokens=200, x_engine={"tokens": 200, "delay": 0.1})
-        error = got.events[-1]["error"] if stream else got.error
-        assert got.status == (200 if stream else 504)
-        assert error["code"] == "time_limit_exceeded"
+        how = {"max_tokens": 200, "x_engine": {"tokens": 200, "delay": 0.1}}
+        # At once, because each waits for the whole limit.
+        streamed, whole = await asyncio.gather(acme.complete(stream=True, **how), acme.complete(stream=False, **how))
+        assert (streamed.status, whole.status) == (200, 504)
+        assert streamed.events[-1]["error"]["code"] == whole.error["code"] == "time_limit_exceeded"
 
         async def cancelled() -> bool:
-            return upstream.cancelled == len(upstream.requests)
+            return upstream.cancelled == len(upstream.requests) == 2
 
         await until(cancelled)
 
@@ -108,8 +110,11 @@ async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any
     """A whole answer's first byte is its last, so it may take longer; a stream's engine must not be silent as long."""
     async with serve(engine_timeout=4.0) as gateway:
         acme = await gateway.tenant("acme")
-        assert (await acme.complete(x_engine={"tokens": 1, "delay": 6.0})).status == 200
-        late = await acme.complete(stream=True, x_engine={"tokens": 2, "pause": True})
+        whole, late = await asyncio.gather(
+            acme.complete(x_engine={"tokens": 1, "delay": 6.0}),
+            acme.complete(stream=True, x_engine={"tokens": 2, "pause": True}),
+        )
+        assert whole.status == 200
         assert late.events[-1]["error"]["code"] == "engine_error"
         upstream.paused = False
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from testing.gateway.check_servers import end_spare
-from testing.gateway.running import Gateway, running, settings
+from testing.gateway.running import Gateway, running_alone, settings
 from testing.gateway.upstream import Upstream
 
 Start = Callable[..., AbstractAsyncContextManager[Gateway]]
@@ -14,7 +14,7 @@ Start = Callable[..., AbstractAsyncContextManager[Gateway]]
 @pytest.fixture
 def start(tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str) -> Start:
     """Start a gateway with further settings."""
-    return lambda **overrides: running(settings(tmp_path, model_dir, [upstream.url], redis_url, **overrides))
+    return lambda **overrides: running_alone(settings(tmp_path, model_dir, [upstream.url], redis_url, **overrides))
 
 
 @pytest.fixture(autouse=True)

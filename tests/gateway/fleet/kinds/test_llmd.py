@@ -11,9 +11,12 @@ import pytest
 from adapters.store import DirectoryStore
 from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.llmd_double import LlmdDouble
-from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.running import Gateway, running_alone, settings, until
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.fleet.kinds.test_vllm import adapters, billed
+
+
+pytestmark = pytest.mark.usefixtures("quick_polls")
 
 
 class Pool(NamedTuple):
@@ -34,7 +37,7 @@ async def pool(tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path) 
             tmp_path, model_dir, [f"llmd+{router.url}?adapters=1"], redis_url, migrate_on_start=False,
             adapter_store=str(tmp_path / "store"), redis_timeout=30.0,
         )  # fmt: skip
-        yield Pool(await stack.enter_async_context(running(of)), router, servers)
+        yield Pool(await stack.enter_async_context(running_alone(of)), router, servers)
 
 
 async def test_the_router_finds_adapters_by_digest_and_tenants_by_their_fairness_id(pool: Pool):

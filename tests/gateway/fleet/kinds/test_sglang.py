@@ -12,11 +12,14 @@ import pytest
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.sglang import ServerInfo, check_server
 from testing.gateway.foreign_double import PROMPT_TOKENS
-from testing.gateway.running import BASE_MODEL, HI, Gateway, running, settings, until
+from testing.gateway.running import BASE_MODEL, HI, Gateway, running_alone, settings, until
 from testing.gateway.sglang_double import API_KEY, SglangDouble
 from testing.gateway.upstream import TOKEN
 from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 from tests.gateway.fleet.kinds.test_vllm_edge import Elsewhere
+
+
+pytestmark = pytest.mark.usefixtures("quick_polls")
 
 
 @asynccontextmanager
@@ -27,7 +30,7 @@ async def served(
         shutil.copy(migrated, folder / "gateway.db")
         (folder / "sglang.key").write_text(API_KEY)
         engine = f"sglang+{sglang.url}{options or '?'}&key_file={folder / 'sglang.key'}"
-        async with running(settings(folder, model_dir, [engine], redis_url, migrate_on_start=False)) as gateway:
+        async with running_alone(settings(folder, model_dir, [engine], redis_url, migrate_on_start=False)) as gateway:
             yield gateway, sglang
 
 

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.fleet.kinds.recent_uses import RecentUses
 from testing.gateway.foreign_double import PROMPT_TOKENS
-from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import BASE_MODEL, Client, Gateway, running, running_alone, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from tests.gateway.api.adapters.test_adapters import files, push
@@ -31,7 +31,7 @@ async def served(
         # request may leave the queue, because tests count the waiting ones.
         settled = {"redis_timeout": 30.0, "queue_seconds": 1000.0} | settled
         of = settings(folder, model_dir, [f"vllm+{vllm.url}{options}"], redis_url, migrate_on_start=False, **settled)
-        async with running(of) as gateway:
+        async with running_alone(of) as gateway:
             yield gateway, vllm
 
 
