@@ -16,6 +16,8 @@ from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Browser, Client, Gate
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
 
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
 # Codes of engines that cannot serve a request now.
 BUSY = ("engine_overloaded", "adapter_files_unreadable")
 

@@ -86,19 +86,19 @@ async def test_readers_below_the_minimum_rate_are_cut_off_and_free_their_places(
 
 
 @pytest.mark.usefixtures("small_send_buffers")
-@pytest.mark.parametrize("path", [LOG, USAGE])
 async def test_an_export_ends_at_its_deadline(
-    path: str, serve: Any, ask: Ask, database: Database, monkeypatch: pytest.MonkeyPatch
+    serve: Any, ask: Ask, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(files, "EXPORT_SECONDS", 1.0)
     async with serve(**SMALL) as gateway:
         await fill(database, FEW_ROWS)
-        reader = await ask(gateway, path)
+        readers = [await ask(gateway, path) for path in (LOG, USAGE)]
         # Nothing is read, but the least rate is judged after a minute only.
         await asyncio.sleep(3.0)
-        rest = await reader.rest()
-        assert rest.startswith(b"HTTP/1.1 200")
-        assert not rest.endswith(b"0\r\n\r\n")
+        for reader in readers:
+            rest = await reader.rest()
+            assert rest.startswith(b"HTTP/1.1 200")
+            assert not rest.endswith(b"0\r\n\r\n")
         assert await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == 0
 
 

@@ -16,6 +16,9 @@ from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import TOKEN, Upstream
 
 
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
+
 class Fleet:
     """A registry that watches engines, with an event for its changes."""
 

@@ -152,7 +152,7 @@ async def test_an_idle_base_sleeps_and_a_request_wakes_it_within_its_retry_after
     # Requests keep it awake, also those between two looks of the supervisor.
     # Longer than a stall from here on.
     bench.bases["alpha"]._sleep_after = idle = 3 * SLEEP_AFTER
-    for _ in range(6):
+    for _ in range(5):
         assert (await ask(acme, "alpha")).status == 200
         await asyncio.sleep(idle / 4)
     assert bench.bases["alpha"].state == "awake"

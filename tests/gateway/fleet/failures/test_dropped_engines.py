@@ -25,6 +25,8 @@ from gateway.settings import Settings
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
 NAME = "engines.test"
 
 
@@ -264,14 +266,18 @@ async def test_a_dropped_engine_that_was_only_silent_ends_without_a_death():
     assert (world.ended, world.registry.with_dropped) == ([], ())
 
 
-@pytest.mark.parametrize("health", [Health.UP, Health.SILENT, Health.MISCONFIGURED])
-async def test_a_dropped_engine_that_reports_no_state_has_ended_after_a_time(
-    health: Health, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_dropped_engine_that_reports_no_state_has_ended_after_a_time(monkeypatch: pytest.MonkeyPatch):
     """Another server may have its address: its answers to health checks show nothing of the engine."""
+    monkeypatch.setattr(registry, "UNREAD_SECONDS", 0.5)
+    # At once, because each lasts some seconds.
+    async with asyncio.TaskGroup() as group:
+        for health in (Health.UP, Health.SILENT, Health.MISCONFIGURED):
+            group.create_task(check_that_it_ends_without_a_report(health))
+
+
+async def check_that_it_ends_without_a_report(health: Health) -> None:
     world = World()
     engine = await world.start()
-    monkeypatch.setattr(registry, "UNREAD_SECONDS", 0.5)
     with engine.requests.count(None, "a"):
         world.listed, world.health = [], health
         polls_until = time.monotonic() + 2.0

@@ -247,7 +247,7 @@ async def test_a_farewell_that_takes_long_is_sent(tmp_path: Path, model_dir: Pat
             orphaned = Quarantine._orphaned
 
             async def slowly(quarantine: Quarantine) -> list[OrphanedRequests]:
-                await asyncio.sleep(3.0)
+                await asyncio.sleep(1.5)
                 return await orphaned(quarantine)
 
             patch.setattr(Quarantine, "_orphaned", slowly)

@@ -18,6 +18,8 @@ from tests.gateway.fleet.queueing.test_service_charged import record
 
 __all__ = ["served"]
 
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
 REFUSED = "Call to add_lora method failed: LoRA rank 4 is greater than max_lora_rank 2."
 
 

@@ -13,6 +13,8 @@ from tests.gateway.fleet.kinds.test_vllm import key_file, running_is, served, wa
 
 __all__ = ["served"]
 
+pytestmark = pytest.mark.usefixtures("quick_polls")
+
 ONE = [1, 2, 3]
 
 
