@@ -179,8 +179,10 @@ async def run_attack(attack: Attack, place: Place, rounds: Rounds, limits: Limit
             )
             return await exits.enter_async_context(child(of, target))
 
-        hostile = await attacker(attack, f"attacker-{number}")
-        calm = await attacker(ATTACKS[attack.honest or "busy-loop"], f"calm-{number}")
+        async with asyncio.TaskGroup() as starting:
+            hostile_start = starting.create_task(attacker(attack, f"attacker-{number}"))
+            calm_start = starting.create_task(attacker(ATTACKS[attack.honest or "busy-loop"], f"calm-{number}"))
+        hostile, calm = hostile_start.result(), calm_start.result()
         # No keep-alive: connections that are open after a round belong to the attacker.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))

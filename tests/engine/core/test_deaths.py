@@ -114,7 +114,7 @@ async def test_a_killed_front_ends_its_core(
 async def test_a_signal_to_the_whole_group_drains_as_one_to_the_front(
     session: aiohttp.ClientSession, front: subprocess.Popen[str]
 ):
-    stream = await streaming(session, front, tokens=300)
+    stream = await streaming(session, front, tokens=150)
     core = core_of(front)
     core.send_signal(signal.SIGINT)
     core.send_signal(signal.SIGTERM)

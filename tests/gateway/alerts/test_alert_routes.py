@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from gateway.alerts.signing import signed_headers
 from loraplex.cli import main
-from testing.gateway.running import ADMIN_KEY, Gateway, running, settings, until
+from testing.gateway.running import ADMIN_KEY, Gateway, running_alone, settings, until
 from testing.gateway.upstream import Upstream
 from testing.gateway.webhooks import Target, webhook_target
 
@@ -38,7 +38,8 @@ async def gateway_with_acme(
     shared_folder: Path, model_dir: Path, shared_upstream: Upstream, redis_url: str
 ) -> AsyncIterator[Gateway]:
     """Start a gateway with a tenant acme for the tests whose requests change nothing."""
-    async with running(settings(shared_folder, model_dir, [shared_upstream.url], redis_url, **SETTINGS)) as gateway:
+    of = settings(shared_folder, model_dir, [shared_upstream.url], redis_url, **SETTINGS)
+    async with running_alone(of) as gateway:
         await gateway.tenant("acme")
         yield gateway
 

@@ -18,7 +18,7 @@ from sqlalchemy import Engine, event
 from gateway.api.route import Route
 from gateway.route_table import ROUTES
 from testing.gateway.isolation import CASES, OWN, Attempt, Target, attempts, conditional, describe, fingerprint
-from testing.gateway.running import Client, Gateway, running, settings
+from testing.gateway.running import Client, Gateway, running_alone, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push, tarred
 
@@ -153,7 +153,7 @@ async def neighbours(
         adapter_probe="required",
         import_sources=(f"file://{folder}/imports/",),
     )
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         neighbours = Neighbours(gateway, shared_upstream, folder)
         await neighbours.prepare()
         yield neighbours

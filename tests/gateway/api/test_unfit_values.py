@@ -13,7 +13,7 @@ import pytest_asyncio
 from gateway.access.roles import ADMIN_ROLES
 from gateway.api.route import Route
 from gateway.route_table import ROUTES
-from testing.gateway.running import MODEL_CONFIG, Answer, Browser, Client, Gateway, running, settings
+from testing.gateway.running import MODEL_CONFIG, Answer, Browser, Client, Gateway, running_alone, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.conftest import new_database
 
@@ -54,7 +54,8 @@ async def gateway(
     """Start one gateway on PostgreSQL for all tests, with a plan and two tenants."""
     url = postgres.get_uri(database=await new_database(postgres, migrated_template))
     folder = tmp_path_factory.mktemp("gateway")
-    async with running(settings(folder, model_dir, [shared_upstream.url], redis_url, database_url=url)) as gateway:
+    of = settings(folder, model_dir, [shared_upstream.url], redis_url, database_url=url)
+    async with running_alone(of) as gateway:
         assert (await gateway.admin.call("PUT", "/admin/api/plans/gold", json={})).status == 200
         for name in ("acme", "globex"):
             assert (await gateway.admin.post("/admin/api/tenants", {"name": name})).status == 201

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from testing.gateway.running import running, settings, until
+from testing.gateway.running import running_alone, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push
 
@@ -16,7 +16,7 @@ async def test_a_version_runs_only_on_its_base(tmp_path: Path, model_dir: Path, 
     old.probe_status = 200
     async with old.serving(), new.serving():
         of = settings(tmp_path, model_dir, [old.url, new.url], redis_url, redis_timeout=30.0, adapter_probe="required")
-        async with running(of) as gateway:
+        async with running_alone(of) as gateway:
             acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
             names = [f"bound-{number}" for number in range(6)]
             for seed, name in enumerate(names):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from testing.engine import RunningServer
-from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.running import Gateway, running_alone, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
@@ -57,7 +57,7 @@ async def test_a_version_never_reaches_an_engine_of_another_base(
     of = settings(
         tmp_path, models[0], urls, redis_url, adapter_store=str(store), base_model="tiny", adapter_probe="required"
     )
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         acme = await gateway.tenant("acme")
         await gateway.engines_up(1)
         for seed, name in enumerate(NAMES):

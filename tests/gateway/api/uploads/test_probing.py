@@ -19,7 +19,7 @@ from gateway.records.version_state import READY
 from loraplex.cli import main
 from testing.adapter_files import upload_form
 from testing.engine import RunningServer
-from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Client, Gateway, running_alone, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.tiny import save_adapter, save_model
 from wire.probes import AdapterProbe
@@ -48,7 +48,7 @@ def engine(tiny: Path, store: Path, starts_servers: None) -> Iterator[str]:
 @pytest.fixture
 async def probing(engine: str, tiny: Path, store: Path, tmp_path: Path, redis_url: str) -> AsyncIterator[Gateway]:
     of = settings(tmp_path, tiny, [engine], redis_url, adapter_store=str(store), base_model="tiny")
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         yield gateway
 
 
@@ -145,7 +145,7 @@ async def test_a_version_waits_for_an_engine(
 ):
     monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
     given = {"adapter_store": str(store), "base_model": "tiny", "adapter_probe": "required"}
-    async with running(settings(tmp_path, tiny, ["http://127.0.0.1:1"], redis_url, **given)) as gateway:
+    async with running_alone(settings(tmp_path, tiny, ["http://127.0.0.1:1"], redis_url, **given)) as gateway:
         acme = await gateway.tenant("acme")
         pushed = await acme.call("POST", "/v1/adapters", data=form(tmp_path))
         assert (pushed.status, pushed.json["state"]) == (202, "validating")
@@ -153,7 +153,7 @@ async def test_a_version_waits_for_an_engine(
         assert (await acme.get("/v1/adapters/pirate/versions/1/probe")).status == 404
         key = acme.key
     # Another gateway, because engines of the settings are fixed.
-    async with running(settings(tmp_path, tiny, [engine], redis_url, **given)) as gateway:
+    async with running_alone(settings(tmp_path, tiny, [engine], redis_url, **given)) as gateway:
         acme = gateway.client(key)
 
         async def is_ready() -> bool:
@@ -169,11 +169,12 @@ async def test_a_waiting_version_is_ready_once_the_probe_is_off(
     monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
     given = {"adapter_store": str(store), "base_model": "tiny"}
     engines = ["http://127.0.0.1:1"]
-    async with running(settings(tmp_path, tiny, engines, redis_url, adapter_probe="required", **given)) as gateway:
+    of = settings(tmp_path, tiny, engines, redis_url, adapter_probe="required", **given)
+    async with running_alone(of) as gateway:
         acme = await gateway.tenant("acme")
         assert (await acme.call("POST", "/v1/adapters", data=form(tmp_path))).status == 202
         key = acme.key
-    async with running(settings(tmp_path, tiny, engines, redis_url, adapter_probe="off", **given)) as gateway:
+    async with running_alone(settings(tmp_path, tiny, engines, redis_url, adapter_probe="off", **given)) as gateway:
         acme = gateway.client(key)
 
         async def is_ready() -> bool:

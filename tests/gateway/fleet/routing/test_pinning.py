@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.gateway.running import running, settings, until
+from testing.gateway.running import running_alone, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push
 
@@ -16,7 +16,7 @@ async def test_a_pinned_version_is_kept_by_one_engine_and_the_next_when_that_lea
     monkeypatch.setattr("gateway.fleet.routing.pinning.SECONDS", 0.1)
     async with Upstream().serving() as one, Upstream().serving() as two:
         of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, redis_timeout=30.0)
-        async with running(of) as gateway:
+        async with running_alone(of) as gateway:
             acme = await gateway.tenant("acme")
             pushed = await push(acme, "pirate", files(0))
             version = "/adapters/pirate/versions/1"
@@ -57,7 +57,7 @@ async def test_a_pinned_version_is_kept_by_engines_of_its_base_model_only(
     old.probe_status = 200
     async with old.serving(), new.serving():
         of = settings(tmp_path, model_dir, [old.url, new.url], redis_url, redis_timeout=30.0, adapter_probe="required")
-        async with running(of) as gateway:
+        async with running_alone(of) as gateway:
             acme = await gateway.tenant("acme")
             pushed = [(await push(acme, f"bound-{seed}", files(seed))).json["digest"] for seed in range(6)]
             for seed in range(6):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.records.tenants.tenants import Tenants
-from testing.gateway.running import Answer, Browser, Gateway, change_database, running, settings
+from testing.gateway.running import Answer, Browser, Gateway, change_database, running_alone, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push
 
@@ -51,7 +51,7 @@ async def test_a_fault_in_answer_to_a_form_is_no_error_of_the_form(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
     of = settings(tmp_path, model_dir, [upstream.url], redis_url)
-    async with running(of) as gateway, gateway.browser() as browser:
+    async with running_alone(of) as gateway, gateway.browser() as browser:
         forms = await every_form(gateway)
         # Each change writes its entry in the audit.
         await change_database(tmp_path, "ALTER TABLE audit RENAME TO away")

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from loraplex.cli import main
 from testing.adapter_files import write
-from testing.gateway.running import ADMIN_KEY, MODEL_CONFIG, Gateway, running, save_model, settings, until
+from testing.gateway.running import ADMIN_KEY, MODEL_CONFIG, Gateway, running_alone, save_model, settings, until
 from testing.gateway.upstream import Upstream
 
 DIGESTS = {"qwen": "b" * 64, "newer": "c" * 64}
@@ -71,7 +71,7 @@ async def test_a_base_from_its_add_to_its_retirement(
     own = save_model(tmp_path / "Qwen3", context=128)
     (own / "config.json").write_text(json.dumps(MODEL_CONFIG | {"max_position_embeddings": 128}))
     of = settings(tmp_path, model_dir, [first.url, second.url], redis_url, adapter_probe="off")
-    async with running(of) as gateway:
+    async with running_alone(of) as gateway:
         run, acme = Commands(gateway), await gateway.tenant("acme")
         assert (await run.rows())["-"][:2] == ("unknown", f"sha256:{DIGESTS['qwen']}")
         assert "added" in await run(
