@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store as Client
@@ -46,8 +47,8 @@ class S3Server:
     def environment(self) -> dict[str, str]:
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
-    def client(self, prefix: str = "") -> Client:
-        """Return a client that is independent of the product's."""
+    def client(self, prefix: str = "", **options: Any) -> Client:
+        """Return a client that is independent of the product's. options: further ones of obstore."""
         return Client(
             BUCKET,
             prefix=prefix or None,
@@ -56,6 +57,7 @@ class S3Server:
             access_key_id=ACCESS_KEY,
             secret_access_key=SECRET_KEY,
             client_options={"allow_http": True},
+            **options,
         )
 
     def keys(self, prefix: str) -> list[str]:
@@ -73,13 +75,15 @@ class S3Server:
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
         deadline = time.monotonic() + 60
+        # Retries inside of a call come after ever longer pauses, of seconds in the end.
+        client = self.client(retry_config={"max_retries": 0})
         while True:
             try:
-                self.client().put("ready", b"x")
+                client.put("ready", b"x")
             except BaseError:
                 assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
                 assert time.monotonic() < deadline, "the S3 server did not start"
-                time.sleep(0.2)
+                time.sleep(0.05)
             else:
                 return
 

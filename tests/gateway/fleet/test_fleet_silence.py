@@ -3,16 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from testing.gateway.running import becomes, running, settings, until
 from testing.gateway.upstream import Upstream
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_requests_without_a_first_byte_leave_a_silent_engine(
-    tmp_path: Path, model_dir: Path, redis_url: str, stream: bool
-):
+async def test_requests_without_a_first_byte_leave_a_silent_engine(tmp_path: Path, model_dir: Path, redis_url: str):
+    """A stream and a whole answer, which wait for the same silence."""
     async with Upstream().serving() as one, Upstream().serving() as two:
         of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_heartbeat_timeout=4.0)
         async with running(of) as gateway:
@@ -23,31 +19,34 @@ async def test_requests_without_a_first_byte_leave_a_silent_engine(
 
             await until(listened_to)
             one.holds = two.holds = True
-            asking = asyncio.create_task(acme.complete(stream=stream))
+            # Requests of one conversation go to one engine.
+            bodies = [{"stream": stream, "prompt_cache_key": "conversation"} for stream in (True, False)]
+            asking = [asyncio.create_task(acme.complete(**body)) for body in bodies]
 
-            async def has_come() -> bool:
-                return bool(one.requests or two.requests)
+            async def have_come() -> bool:
+                return len(one.requests) + len(two.requests) == 2
 
             try:
-                await until(has_come)
+                await until(have_come)
                 hung, well = (one, two) if one.requests else (two, one)
                 hung.mute, well.holds = True, False
-                got = await asyncio.wait_for(asking, 60.0)
-                assert got.status == 200
-                assert [len(hung.requests), len(well.requests)] == [1, 1]
+                answers = await asyncio.wait_for(asyncio.gather(*asking), 60.0)
+                assert [got.status for got in answers] == [200, 200]
+                assert [len(hung.requests), len(well.requests)] == [2, 2]
 
                 async def was_told() -> bool:
-                    return hung.cancelled == 1
+                    return hung.cancelled == 2
 
                 await until(was_told)
 
-                async def is_billed_once() -> bool:
-                    return [row["requests"] for row in await acme.usage()] == [1]
+                async def are_billed_once() -> bool:
+                    return [row["requests"] for row in await acme.usage()] == [2]
 
-                await until(is_billed_once)
+                await until(are_billed_once)
             finally:
                 one.mute = two.mute = one.holds = two.holds = False
-                asking.cancel()
+                for each in asking:
+                    each.cancel()
 
 
 async def test_a_stream_that_has_begun_stays_with_a_silent_engine(tmp_path: Path, model_dir: Path, redis_url: str):
