@@ -271,8 +271,8 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 def _longest_first(items: list[pytest.Item]) -> None:
     """Sort files so that no process ends alone with a long one: as in `SLOW`, then by longest time-out.
 
-    Files of the gateway's tests, which mostly wait, are mixed with all others, which mostly compute. One kind after the
-    other would let the processes wait for a core at first, and leave the cores idle later.
+    Files of the gateway's tests, which mostly wait, are mixed with all others, which mostly compute. If the kinds came
+    in turn, the processes would first wait for cores and later leave them idle.
     """
     longest: dict[Path, float] = {}
     for item in items:

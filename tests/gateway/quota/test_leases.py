@@ -232,9 +232,7 @@ async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota
     await take(quota, who)
 
 
-async def test_a_tenant_whose_settlement_fails_does_not_stop_the_others(
-    redis: Client, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_tenant_whose_settlement_fails_does_not_stop_the_others(redis: Client, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(late_settlements, "RETRY_SECONDS", 0.1)
     quota = Quota(redis, timeout=30.0, lease_seconds=600)
     broken, other = (principal(tenant={"max_concurrent": 1}) for _ in range(2))

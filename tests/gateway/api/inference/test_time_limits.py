@@ -6,8 +6,6 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 

@@ -15,7 +15,6 @@ from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import TOKEN, Upstream
 
-
 pytestmark = pytest.mark.usefixtures("quick_polls")
 
 

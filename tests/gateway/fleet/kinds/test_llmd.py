@@ -15,7 +15,6 @@ from testing.gateway.running import Gateway, running_alone, settings, until
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 
-
 pytestmark = pytest.mark.usefixtures("quick_polls")
 
 

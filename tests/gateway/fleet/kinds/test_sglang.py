@@ -18,7 +18,6 @@ from testing.gateway.upstream import TOKEN
 from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 from tests.gateway.fleet.kinds.test_vllm_edge import Elsewhere
 
-
 pytestmark = pytest.mark.usefixtures("quick_polls")
 
 
