@@ -12,10 +12,11 @@ MAX_PAUSE_S = 5.0
 class DutyCycle:
     """Limit of the share of time that jobs use: a pause after each job, in proportion to its duration.
 
-    share: the maximum; greater than 0, at most 1. wait_idle: waits until the engine has no request.
+    share: returns the maximum at the end of a job; greater than 0, at most 1. wait_idle: waits until the engine has no
+    request.
     """
 
-    def __init__(self, share: float, wait_idle: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, share: Callable[[], float], wait_idle: Callable[[], Awaitable[None]]) -> None:
         self._share, self._wait_idle = share, wait_idle
         self._ends_at = 0.0
 
@@ -33,7 +34,7 @@ class DutyCycle:
             yield
         finally:
             ended = time.monotonic()
-            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share - 1))
+            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share() - 1))
 
     @asynccontextmanager
     async def job(self) -> AsyncIterator[None]:

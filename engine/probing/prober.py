@@ -1,10 +1,10 @@
 """Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
-prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
-runs at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
-So a request is delayed by one job at most, and many probes delay streams little; the tenants' probes take turns.
-Independent of HTTP.
+prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A tenant has a
+single probe at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a
+prompt. So a request is delayed by few jobs at most, and many probes delay streams little. A tenant's probe waits for no
+other tenant's: a heavy tenant's load rests, and its passes wait behind its own requests. Independent of HTTP.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from engine.core.messages import Inspection
 from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.state import EngineFacts
+from wire.bounded_dict import BoundedDict
 from wire.deadlines import MAX_PRIORITY
 from wire.digests import digest_name
 from wire.probes import AdapterProbe, ProbeReason
@@ -36,8 +37,10 @@ _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
 MAX_OF_TENANT = 8
 PROBE_S = 60.0
-# Maximum share of the time that the jobs of probes use while requests run.
+# Maximum share of the time that the jobs of probes use while requests run; tenants with probes divide it equally.
 SHARE = 0.1
+# Number of tenants whose last pause is remembered after their probes.
+MAX_PAUSING = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,7 @@ class Prober:
         self._models = models
         self._base_digest = base_digest
         self._prompts = fixed_prompts(facts.vocab_size)
-        # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
-        self._turn = asyncio.Lock()
-        self._duty_cycle = DutyCycle(SHARE, in_flight.wait_idle)
+        self._duty_cycles = BoundedDict[str, DutyCycle](MAX_PAUSING)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -82,16 +83,25 @@ class Prober:
             raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already.", retry_after=1)
         self._waiting[tenant_id] += 1
         try:
-            async with self._locks.setdefault(tenant_id, asyncio.Lock()), self._turn:
+            async with self._locks.setdefault(tenant_id, asyncio.Lock()):
                 yield
         finally:
             self._waiting[tenant_id] -= 1
             if not self._waiting[tenant_id]:
                 del self._waiting[tenant_id], self._locks[tenant_id]
 
+    def _duty_cycle(self, tenant_id: str) -> DutyCycle:
+        """Return the tenant's duty cycle. It outlives a probe, because the next probe waits for the pause after it."""
+        found = self._duty_cycles.get(tenant_id) or DutyCycle(self._share, self._in_flight.wait_idle)
+        self._duty_cycles.put(tenant_id, found)
+        return found
+
+    def _share(self) -> float:
+        return SHARE / len(self._waiting)
+
     async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
         async with AsyncExitStack() as stack:
-            async with self._duty_cycle.job():
+            async with self._duty_cycle(tenant_id).job():
                 served = await stack.enter_async_context(self._models.using(digest_name(digest), tenant_id))
                 inspected = await self._models.inspect(digest, tenant_id)
             if not inspected.has_effect:
@@ -136,7 +146,7 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        async with self._duty_cycle.job():
+        async with self._duty_cycle(tenant_id).job():
             with self._in_flight.submit(sequences) as group:
                 while len(found) < len(sequences):
                     news = await group.news()

@@ -16,15 +16,18 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from adapters.checkpoint import AdapterCheckpoint
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from engine.answering import duty_cycle
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import MAX_OF_TENANT, NUM_PROMPTS, SHARE, Prober, compare, fixed_prompts
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
+from wire.digests import digest_name
 
-TOKEN = "internal"
+TOKEN, TIMEOUT = "internal", 60
 HEADERS = {"x-loraplex-internal-token": TOKEN, "x-loraplex-tenant": "acme"}
 
 
@@ -135,10 +138,74 @@ async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(
     await client.wait_for(lambda state: state["running"] == 0, headers=HEADERS)
 
 
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Return a gate that opens at the test's end, so that a failed test leaves no probe behind in the server."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("part", ["load", "pass"])
+async def test_a_tenants_probe_that_waits_delays_no_other_tenants(
+    client: Client, put, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, part: str
+):
+    """A heavy tenant's load rests, and its passes wait behind its own requests."""
+    begun, read, compute = threading.Event(), AdapterReader.read, Prober._logits
+    of_heavy, of_light = (put(seed + 10 * (part == "pass")) for seed in (10, 11))
+
+    def wait() -> None:
+        begun.set()
+        assert gate.wait(TIMEOUT)
+
+    def held_read(self: AdapterReader, checkpoint: AdapterCheckpoint, size: int) -> HostAdapter:
+        if digest_name(checkpoint.digest) == of_heavy:
+            wait()
+        return read(self, checkpoint, size)
+
+    async def held_pass(self: Prober, prompts: Any, models: Any, tenant_id: str) -> Any:
+        if tenant_id == "heavy":
+            await asyncio.to_thread(wait)
+        return await compute(self, prompts, models, tenant_id)
+
+    if part == "load":
+        monkeypatch.setattr(AdapterReader, "read", held_read)
+    else:
+        monkeypatch.setattr(Prober, "_logits", held_pass)
+    monkeypatch.setattr("engine.probing.prober.PROBE_S", 10.0 * TIMEOUT)
+    heavy, light = (HEADERS | {"x-loraplex-tenant": tenant_id} for tenant_id in ("heavy", "light"))
+    waiting = asyncio.create_task(client.ok("/probe", {"model": of_heavy}, headers=heavy))
+    assert await asyncio.to_thread(begun.wait, TIMEOUT)
+    async with asyncio.timeout(TIMEOUT / 2):
+        assert (await client.ok("/probe", {"model": of_light}, headers=light))["reasons"] == []
+    assert not waiting.done()
+    gate.set()
+    assert (await waiting)["reasons"] == []
+
+
 @pytest.mark.usefixtures("slow_steps")
-async def test_probes_beside_a_running_request_pause_between_them(client: Client, put, monkeypatch: pytest.MonkeyPatch):
-    """A pause is nine times as long as the job before it: by a clock that moves on by a second with each reading."""
-    name, limits = put(8), list[float]()
+@pytest.mark.parametrize("tenants", [1, 2])
+async def test_probes_beside_a_running_request_pause_between_them(
+    client: Client, put, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, tenants: int
+):
+    """A pause is nine times as long as the job before it: by a clock that moves on by a second with each reading.
+
+    Two tenants divide the time: then it is nineteen times as long.
+    """
+    name, limits, begun, plain = put(8), list[float](), threading.Event(), Prober._probe
+
+    async def held(self: Prober, digest: str, tenant_id: str) -> Any:
+        if tenant_id == "initech":
+            begun.set()
+            assert await asyncio.to_thread(gate.wait, TIMEOUT)
+        return await plain(self, digest, tenant_id)
+
+    monkeypatch.setattr(Prober, "_probe", held)
+    others = [
+        asyncio.create_task(client.ok("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "initech"}))
+        for _ in range(tenants - 1)
+    ]
+    assert not others or await asyncio.to_thread(begun.wait, TIMEOUT)
 
     @asynccontextmanager
     async def timeout(seconds: float) -> AsyncIterator[None]:
@@ -157,7 +224,9 @@ async def test_probes_beside_a_running_request_pause_between_them(client: Client
         await client.ok("/probe", {"model": name}, headers=HEADERS)
     # The load, the first pass, and one for each prompt. A second of the pause is over when it is waited for.
     assert len(limits) == 2 * (2 + NUM_PROMPTS)
-    assert limits[1:] == pytest.approx([1 / SHARE - 1 - 1] * (len(limits) - 1))
+    assert limits[1:] == pytest.approx([tenants / SHARE - 1 - 1] * (len(limits) - 1))
+    gate.set()
+    assert all(found["reasons"] == [] for found in await asyncio.gather(*others))
     running.cancel()
     await client.wait_for(lambda state: state["running"] == 0, headers=HEADERS)
 
