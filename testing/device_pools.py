@@ -15,9 +15,11 @@ Make = Callable[..., AdapterPool]
 T = TypeVar("T")
 
 
-def wait_for(pool: AdapterPool, digest: str, wanted: Residency = Residency.READY) -> None:
+def wait_for(
+    pool: AdapterPool, digest: str, wanted: Residency = Residency.READY, *, tenant_id: str = "", weight: float = 1.0
+) -> None:
     deadline = time.perf_counter() + 60  # some tests stop the other clock
-    while (found := pool.ensure(digest)) is not wanted:
+    while (found := pool.ensure(digest, tenant_id, weight)) is not wanted:
         assert time.perf_counter() < deadline, f"{found}, not {wanted}"
         time.sleep(0.002)
         pool.poll()

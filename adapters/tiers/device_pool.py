@@ -36,7 +36,8 @@ from kernels.weights import LinearWeights, dense
 # until it starts.
 MAX_COPYING = 16
 # Maximum number of loads into host memory in flight: of all tenants, so that loads start in the order of `ensure`; of
-# one tenant, so that its loads from a slow store do not delay other tenants' loads.
+# one tenant, so that its loads from a slow store do not delay other tenants' loads. The first limit does not delay a
+# tenant's only load, because other tenants' loads may rest.
 MAX_FETCHING, MAX_FETCHING_OF_TENANT = 4, 3
 
 
@@ -87,7 +88,7 @@ class AdapterPool:
         self._residents = Residents(self._total, time.monotonic())
         self._reservations = Reservations(self._total)
         self._fetching: dict[str, Future[HostAdapter]] = {}
-        self._fetchers: dict[str, str] = {}  # the tenant of each
+        self._fetchers: dict[str, set[str]] = {}  # the tenants that wait for each
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._copied: deque[tuple[str, Future[None]]] = deque()  # appended to by the copy thread
         self._errors: dict[str, Exception] = {}
@@ -147,7 +148,8 @@ class AdapterPool:
 
         Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
         reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant_id, weight: those of the
-        request; the load counts for this tenant.
+        request. A load into host memory joins the queue of each tenant that waits for it, and counts for the one whose
+        turn comes first; the copy to the device counts for the tenant of the call that starts it.
         """
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
@@ -158,10 +160,7 @@ class AdapterPool:
             return self._ensure_resident(digest, resident)
         adapter = self._host.get(digest)
         if adapter is None:
-            if digest not in self._fetching and self._may_fetch(digest, tenant_id):
-                fetch = self._fetching[digest] = self._host.fetch(digest)
-                self._fetchers[digest] = tenant_id
-                fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
+            self._fetch(digest, tenant_id, weight)
             return Residency.LOADING
         size = self._size(digest, adapter)
         error = refusal(adapter.rank, size.embedding_head_bytes, **self._limits)
@@ -178,11 +177,24 @@ class AdapterPool:
         self._reservations.add(digest, tenant_id, weight, size, residents.now)
         return Residency.NO_ROOM
 
+    def _fetch(self, digest: str, tenant_id: str, weight: float) -> None:
+        """Load the adapter into host memory, by the tenant's terms or by those of another one that waits for it."""
+        fetch = self._fetching.get(digest)
+        if fetch is not None:
+            if tenant_id not in self._fetchers[digest]:
+                self._fetchers[digest].add(tenant_id)
+                self._host.join(fetch, tenant_id, weight)
+        elif self._may_fetch(digest, tenant_id):
+            fetch = self._fetching[digest] = self._host.fetch(digest, tenant_id, weight, bounded=False)
+            self._fetchers[digest] = {tenant_id}
+            fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
+
     def _may_fetch(self, digest: str, tenant_id: str) -> bool:
         """Return whether the adapter could be placed or reserved once it is in host memory."""
         is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant_id)
-        own = sum(tenant == tenant_id for tenant in self._fetchers.values())
-        return is_of_use and own < MAX_FETCHING_OF_TENANT and len(self._fetching) < MAX_FETCHING
+        own = sum(tenant_id in tenants for tenants in self._fetchers.values())
+        has_place = not own or (own < MAX_FETCHING_OF_TENANT and len(self._fetching) < MAX_FETCHING)
+        return is_of_use and has_place
 
     def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
         if resident.ready_at == math.inf:

@@ -77,9 +77,9 @@ class HostCache:
         self.version = 0  # changes with the set of adapters held
         self._closed = False
         self._max_rank = self._max_embedding_head_bytes = LIMITLESS
-        # Number of waiting requests per digest, and the tenant that last requested each digest, with its weight.
+        # Number of waiting requests per digest, and the tenant that last requested each digest.
         self._askers: Counter[str] = Counter()
-        self._asked = BoundedDict[str, tuple[str, float | None]](MAX_ASKED)
+        self._asked = BoundedDict[str, str](MAX_ASKED)
         self._failed = FailedLoads()
         self._verified = VerifiedFiles()
         self._mixtures = Mixtures(self._max_bytes)
@@ -118,13 +118,15 @@ class HostCache:
         with self._changed:
             return self._touch(digest)
 
-    def fetch(self, digest: str, tenant_id: str | None = None, weight: float | None = None) -> "Future[HostAdapter]":
+    def fetch(
+        self, digest: str, tenant_id: str = "", weight: float | None = None, *, bounded: bool = True
+    ) -> "Future[HostAdapter]":
         """Load an adapter. Calls for one digest share one load and one future: call `stop_waiting`, never cancel it.
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
-        last two are remembered: see `FailedLoads`. tenant_id: the tenant whose queue the load joins; None for the
-        tenant that last requested the digest, with no limit on that queue. weight: see `FairThreads.submit`. Raises
-        TooManyPending only if a tenant is given.
+        last two are remembered: see `FailedLoads`. tenant_id: the tenant whose queue the load joins, and that pays for
+        the load if this turn comes first. weight, bounded: see `FairThreads.submit`. Raises TooManyPending unless
+        `bounded` is false.
         """
         with self._changed:
             self._dropped.discard(digest)
@@ -136,19 +138,20 @@ class HostCache:
                 elif error is not None:
                     done.set_exception(error.with_traceback(None))
                 return done
-            last, last_weight = self._asked.get(digest, ("", None))
-            whose, weight = (last, last_weight) if tenant_id is None else (tenant_id, weight)
             load = self._loads.get(digest)
             if load is None or load.done():  # done without a run: cancelled, or no thread could be started
                 work = partial(self._load, digest)
-                bounded = tenant_id is not None
-                load = self._loads[digest] = self._threads.submit(whose, work, bounded=bounded, weight=weight)
+                load = self._loads[digest] = self._threads.submit(tenant_id, work, bounded=bounded, weight=weight)
                 self._askers[digest] = 0
             else:
-                self._threads.share(whose, load, weight=weight)
+                self._threads.share(tenant_id, load, weight=weight)
             self._askers[digest] += 1
-            self._asked.put(digest, (whose, weight))
+            self._asked.put(digest, tenant_id)
             return load
+
+    def join(self, load: "Future[HostAdapter]", tenant_id: str, weight: float) -> None:
+        """Let a load of `fetch` that has not begun join this tenant's queue too; its caller waits for both tenants."""
+        self._threads.share(tenant_id, load, weight=weight)
 
     def stop_waiting(self, digest: str, load: "Future[HostAdapter]") -> None:
         """Undo the `fetch` that returned `load`.
@@ -278,7 +281,7 @@ class HostCache:
         if size > self._mixtures.share:
             raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._mixtures.share}")
         with self._changed:
-            tenant_id, _ = self._asked.get(mixture.digest, ("", None))
+            tenant_id = self._asked.get(mixture.digest, "")
             self._evict_mixtures(tenant_id, size)
         mixed = self._hold(mixture.digest, size, lambda: mix(mixture.digest, parts))
         with self._changed:
