@@ -168,6 +168,7 @@ class AdapterPool:
             self._errors[digest] = error
             return Residency.FAILED
         if digest in self._reservations:
+            self._reservations.ask(digest, tenant_id, weight)
             return Residency.NO_ROOM  # `poll` places it
         if len(residents.copying) >= MAX_COPYING:
             return Residency.LOADING
@@ -313,7 +314,7 @@ class AdapterPool:
             digest, copied = self._copied.popleft()
             self._end_copy(digest, copied.exception())
         self._residents.end_unused()
-        self._reservations.mark_overdue(self._residents.now)
+        self._reservations.begin_step(self._residents.now)
         self._place_reserved()
 
     def _end_copy(self, digest: str, error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ preemption after 0.5 s for every reservation caused five times as many loads and
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Age from which a reservation is overdue, and time for which the requests of a new resident are not preempted.
 PAGE_WAIT_S = 0.5
@@ -58,7 +58,9 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:
-    """A waiting adapter's claim. tenant_id: the tenant whose request made it; since: the time at which it was made."""
+    """A waiting adapter's claim. tenant_id: the tenant whose terms hold, see `Reservations.ask`; since: the time at
+    which it was made.
+    """
 
     digest: str
     tenant_id: str
@@ -77,6 +79,7 @@ class Reservations:
         self._queue: OrderedDict[str, PageReservation] = OrderedDict()
         self._overdue: OrderedDict[str, PageReservation] = OrderedDict()
         self._tenants: set[str] = set()
+        self._asked: set[str] = set()  # the digests that a request of this step has asked for
         # Time of the last preemption for each tenant, oldest first; dropped after `CALM_S`.
         self._preempted: OrderedDict[str, float] = OrderedDict()
         self.reserved, self.reserved_overdue = Amount(), Amount()
@@ -134,8 +137,26 @@ class Reservations:
             return False
         self._queue[digest] = PageReservation(digest, tenant_id, weight, size, now)
         self._tenants.add(tenant_id)
+        self._asked.add(digest)
         self.reserved.add(size)
         return True
+
+    def ask(self, digest: str, tenant_id: str, weight: float) -> None:
+        """Give a reservation to the tenant that asks for its adapter first in a step, unless it has another one.
+
+        Requests ask in the order in which they should be served, so this is the least served tenant that needs the
+        adapter. Nothing is preempted for a tenant ahead of the others, which may have asked before it came.
+        """
+        if digest in self._asked:
+            return
+        self._asked.add(digest)
+        if tenant_id in self._tenants:
+            return
+        self._tenants.discard(self._queue[digest].tenant_id)
+        self._tenants.add(tenant_id)
+        self._queue[digest] = found = replace(self._queue[digest], tenant_id=tenant_id, weight=weight)
+        if digest in self._overdue:
+            self._overdue[digest] = found
 
     def end_wait(self, reservation: PageReservation, now: float) -> None:
         """Remove a reservation whose adapter is placed now."""
@@ -152,8 +173,9 @@ class Reservations:
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)
 
-    def mark_overdue(self, now: float) -> None:
+    def begin_step(self, now: float) -> None:
         """Mark the overdue reservations, which are the oldest, and drop preemption times older than `CALM_S`."""
+        self._asked.clear()
         while self._preempted and now - next(iter(self._preempted.values())) >= CALM_S:
             self._preempted.popitem(last=False)
         while len(self._overdue) < len(self._queue):

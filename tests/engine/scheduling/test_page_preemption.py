@@ -23,10 +23,10 @@ class World:
         pool = pool_of(EveryAdapter(), 2, self.worker)
         self.scheduler = Scheduler(KVCache(400, 16), pool, StepLimits(8, 64), policy=policy)
 
-    def ask(self, tenant_id: str) -> Request:
+    def ask(self, tenant_id: str, adapter: str = "") -> Request:
         self.arrivals += 1
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        new = NewRequest(tenant_id, [self.arrivals], params, f"adapter of {tenant_id}", tenant_id)
+        new = NewRequest(tenant_id, [self.arrivals], params, adapter or f"adapter of {tenant_id}", tenant_id)
         request = Request(new, arrival=self.arrivals)
         self.scheduler.add(request)
         return request
@@ -41,17 +41,20 @@ class World:
         self.scheduler.commit(ready)
         return {r.tenant_id for r in self.scheduler.running}
 
-    def fill(self) -> None:
-        """Run requests of the tenants low and middle, then let high and least reserve pages, in this order."""
+    def fill(self, adapter: str = "") -> None:
+        """Run requests of the tenants low and middle, then let high and least reserve pages, in this order.
+
+        adapter: the adapter of least, if it has none of its own.
+        """
         for tenant_id in ("low", "middle"):
             self.ask(tenant_id)
         self.step()
         assert self.step() == {"low", "middle"}
         self.ask("high")
         self.step()
-        self.ask("least")
+        self.ask("least", adapter)
         self.step()
-        assert len(self.scheduler.adapters._reservations) == 2
+        assert len(self.scheduler.adapters._reservations) == (1 if adapter else 2)
         for tenant_id, cost in (("low", 1000), ("middle", 2000), ("high", 4000)):
             self.policy.add_tenant_service(tenant_id, cost)
 
@@ -73,6 +76,17 @@ def test_the_least_served_tenant_gets_the_pages_that_are_preempted_for_it(monkey
     world.step()
     assert world.step() == {"low", "least"}, "of the tenants that are ahead, the one furthest ahead gives way"
     assert world.scheduler.num_preemptions == 1
+    assert world.scheduler.preempted.largest(9) == (("middle", "least", 1),)
+
+
+def test_a_reservation_has_the_terms_of_the_least_served_tenant_that_needs_the_adapter(monkeypatch):
+    """The tenant furthest ahead has reserved the pages of the same adapter before."""
+    world = World(monkeypatch, FairShare())
+    world.fill("adapter of high")
+    world.step(PAGE_WAIT_S)
+    world.step()
+    world.step()
+    assert "least" in world.step()
     assert world.scheduler.preempted.largest(9) == (("middle", "least", 1),)
 
 
