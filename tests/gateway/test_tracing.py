@@ -158,6 +158,7 @@ async def test_a_collector_that_refuses_harms_nobody_and_is_told_of_once(
 async def test_a_collector_that_is_gone_keeps_nobody_from_leaving(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("wire.telemetry.otlp.FLUSH_SECONDS", 0.3)
     async with Collector().serving() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:

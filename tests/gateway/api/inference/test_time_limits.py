@@ -6,6 +6,9 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+from aiohttp import ClientTimeout
+
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 
@@ -117,7 +120,10 @@ async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any
         upstream.paused = False
 
 
-async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(serve: Any, upstream: Upstream):
+async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=1.0))
     async with serve(engine_timeout=1.0, engine_heartbeat_timeout=1.0) as gateway:
         acme = await gateway.tenant("acme")
 

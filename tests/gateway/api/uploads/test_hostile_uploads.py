@@ -224,14 +224,13 @@ async def test_a_revoked_key_ends_its_upload(gateway: Gateway):
     assert (got.status, got.error["code"]) == (403, "tenant_suspended")
 
 
-async def push_when_allowed(tenant: Client, name: str) -> Answer:
-    """Upload a good adapter. Killed checks count as refused ones, so on a slow machine the tenant has to wait."""
-    while (got := await push(tenant, name, files())).status == 429:
-        assert got.error["code"] == "too_many_refused_uploads", got.body
-        await asyncio.sleep(1)
-    return got
+@pytest.fixture
+def no_limit_of_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let killed checks, which count as refused ones, make no tenant wait."""
+    monkeypatch.setattr("gateway.api.uploads.checking.REFUSED_SECONDS", 1e6)
 
 
+@pytest.mark.usefixtures("no_limit_of_refusals")
 async def test_clients_that_leave_leave_nothing(gateway: Gateway, tmp_path: Path):
     """A client may disconnect at any moment: during the folder's creation, the body, or the child's check."""
     acme = await gateway.tenant("acme", adapter_changes_per_minute=None, max_concurrent_uploads=None)
@@ -246,7 +245,7 @@ async def test_clients_that_leave_leave_nothing(gateway: Gateway, tmp_path: Path
                 (await sending).close()
     await until(lambda: _none(leftovers, tmp_path))
     await until(lambda: _none(children))
-    assert (await push_when_allowed(acme, "good")).status == 201
+    assert (await push(acme, "good", files())).status == 201
 
 
 async def test_a_child_that_is_killed_is_a_refusal(gateway: Gateway, tmp_path: Path):
@@ -267,6 +266,7 @@ async def test_a_child_that_is_killed_is_a_refusal(gateway: Gateway, tmp_path: P
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.usefixtures("no_limit_of_refusals")
 async def test_a_killed_check_server_is_replaced(gateway: Gateway, tmp_path: Path):
     acme = await gateway.tenant("acme")
     zeros = gzip.compress(tar_header(b"zeros", b"0", b"%011o\0" % (1 << 30)) + bytes(256 << 20), 1)
@@ -279,12 +279,13 @@ async def test_a_killed_check_server_is_replaced(gateway: Gateway, tmp_path: Pat
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
     assert "killed" in got.error["message"]
     for name in ("first", "second"):
-        assert (await push_when_allowed(acme, name)).status == 201
+        assert (await push(acme, name, files())).status == 201
     (other,) = check_servers()
     assert other != server
     assert (children(), leftovers(tmp_path)) == ([], [])
 
 
+@pytest.mark.usefixtures("no_limit_of_refusals")
 async def test_a_check_server_that_does_not_react_is_replaced(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     acme = await gateway.tenant("acme")
     assert (await push(acme, "first", files())).status == 201
@@ -296,7 +297,7 @@ async def test_a_check_server_that_does_not_react_is_replaced(gateway: Gateway, 
         got = await push(acme, "second", files())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
     assert "too much time" in got.error["message"]
-    assert (await push_when_allowed(acme, "third")).status == 201
+    assert (await push(acme, "third", files())).status == 201
     assert check_servers() != [server]
 
 
