@@ -28,7 +28,7 @@ from benchmarks.usage_month.fill import fill
 from benchmarks.usage_month.fillers import Filler, OnPostgresql, OnSqlite
 from benchmarks.usage_month.records import fill_more, fill_owners
 from benchmarks.usage_month.rows import NOW, hours_of_child
-from gateway.records.activity.activity import Activity, Scope
+from gateway.records.activity.report import Activity, Scope
 from gateway.records.requests.log import LogFilter, RequestLog
 from gateway.records.sql.database import Database, upgrade
 from gateway.records.usage.report import UsageReport

@@ -31,7 +31,7 @@ from adapters.use_counts import UseCounts
 from benchmarks.report_file import publish
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Condition, Health
-from gateway.fleet.routing.routing import (
+from gateway.fleet.routing.choice import (
     CROWDING,
     LOADS_PER_LOAD,
     Rates,

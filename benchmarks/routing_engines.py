@@ -34,7 +34,7 @@ from benchmarks.report_file import publish
 from benchmarks.routing import ENGINES, Asked, before
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.routing import candidates
-from gateway.fleet.routing.routing import Choice, RoutedRequest, choose
+from gateway.fleet.routing.choice import Choice, RoutedRequest, choose
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port

@@ -29,7 +29,7 @@ from gateway.fleet.queueing.service_counters import ServiceCounters
 from gateway.fleet.queueing.service_meter import ServiceMeter
 from gateway.fleet.queueing.shared_service import SharedService
 from gateway.fleet.routing.candidates import choose_in
-from gateway.fleet.routing.routing import RoutedRequest, choose
+from gateway.fleet.routing.choice import RoutedRequest, choose
 from gateway.records.bases.base import Binding
 from gateway.records.caches.changes import Changes
 from gateway.records.sql.database import Database, upgrade

@@ -27,7 +27,7 @@ from gateway.fleet.queueing.service_counters import ServiceCounters
 from gateway.fleet.queueing.service_meter import Reported, ServiceMeter
 from gateway.fleet.queueing.shared_service import interval
 from gateway.fleet.routing.candidates import choose_in
-from gateway.fleet.routing.routing import Choice, Rates, RoutedRequest, choose
+from gateway.fleet.routing.choice import Choice, Rates, RoutedRequest, choose
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from adapters.tiers.tier_state import TierState
+from adapters.tiers.state import TierState
 from engine.config import EngineConfig
 from engine.scheduling.drafter import DraftCount, Outcome
 from engine.scheduling.kv_cache import prefix_keys

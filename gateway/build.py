@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from gateway.alerts.build import Alerts, build_alerts
-from gateway.api.adapters.adapters import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.adapters.handlers import AdapterIntake, Adapters, served, upload_rules
 from gateway.api.adapters.probes import ProbeRoutes
 from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
 from gateway.api.adapters.use import AdapterUseRoutes

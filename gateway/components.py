@@ -44,7 +44,7 @@ from gateway.fleet.routing.prefetch import Prefetch
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import AdapterList
 from gateway.records.adapters.pins import pinned_bases

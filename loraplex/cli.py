@@ -15,7 +15,7 @@ from loraplex.commands.adapters import adapters
 from loraplex.commands.fleet import bases, engines, fleet, live, quarantine
 from loraplex.commands.programs import backups, demo, programs, size, up
 from loraplex.commands.reports import alerts, audit, overview, refusals, requests
-from loraplex.commands.tenants import plans, tenant_apply, tenant_bulk, tenants
+from loraplex.commands.tenants import apply, bulk, plans, tenants
 from loraplex.commands.usage import prices, usage
 from wire.garbage import collect_seldom
 
@@ -82,7 +82,7 @@ for command in (
     ),
 ):
     main.add_command(command)
-for command in (tenant_apply.apply, tenant_bulk.bulk):
+for command in (apply.apply, bulk.bulk):
     tenants.tenant.add_command(command)
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.reservations import Amount, PageReservation, Reservations
 from adapters.tiers.residents import Residents
-from adapters.tiers.tier_state import EvictionReason, TierState
+from adapters.tiers.state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora
 from kernels.platform import CopyStream, DeviceEvent, platform_of
 from kernels.weights import LinearWeights, dense

@@ -24,7 +24,7 @@ from adapters.tiers.adapter_reader import AdapterReader, BaseTensor, HostAdapter
 from adapters.tiers.device_size import refusal
 from adapters.tiers.failed_loads import FailedLoads
 from adapters.tiers.mixing import Mixtures, PartHeader, check_parts, mix
-from adapters.tiers.tier_state import HostCacheStats, LoadResult
+from adapters.tiers.state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
 from wire.bounded_dict import BoundedDict
 from wire.mixtures import Mixture

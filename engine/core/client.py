@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from adapters.tiers.tier_state import LoadResult
+from adapters.tiers.state import LoadResult
 from engine.core import messages
 from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
 from engine.errors import FAILED, EngineFailed, EngineUnavailable

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from adapters.tiers.tier_state import LoadResult
+from adapters.tiers.state import LoadResult
 from engine.config import EngineConfig
 from engine.errors import Fault
 from engine.scheduling.outputs import StepOutputs

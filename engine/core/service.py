@@ -22,7 +22,7 @@ from adapters.open_store import open_store
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size
 from adapters.tiers.host_cache import YIELDING, HostCache
-from adapters.tiers.tier_state import LoadResult
+from adapters.tiers.state import LoadResult
 from engine.build import resolve_device, resolve_dtype
 from engine.core import messages
 from engine.core.grammars import Grammars

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
+from adapters.tiers.state import EVICTION_REASONS, LoadResult, TierState
 from engine.config import MetricsNames
 from engine.metrics.quick_histogram import QuickHistogram
-from engine.metrics.tier_metrics import TierMetrics
-from engine.metrics.vllm_metrics import VllmMetrics
+from engine.metrics.tiers import TierMetrics
+from engine.metrics.vllm import VllmMetrics
 from engine.scheduling.drafter import OTHERS, DraftCount, Outcome
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import BASE_SERVED, RequestOutput

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gateway.api.admin.adapters import DEFAULT_ROWS as ADAPTER_ROWS
 from gateway.api.reports.usage_export import FORMATS
-from gateway.records.activity import activity
+from gateway.records.activity import report as activity_report
 from gateway.records.adapters import list as adapter_list
 from gateway.records.keys import list as key_list
 from gateway.records.periods import STEPS
@@ -101,9 +101,9 @@ PARAMETERS = {
 }
 REFUSED_STATUS = {"type": "string", "pattern": "^([0-9]{1,3}|all)$", "default": str(refusal_report.LIMITED)}
 OF_ROUTE = {
-    ("/admin/api/activity", "group_by"): Parameter(_choice(activity.GROUPS), "Groups of the sums and curves."),
-    ("/admin/api/activity", "limit"): Parameter(_number(1, activity.MAX_GROUPS, 8), "Maximum number of groups."),
-    ("/admin/api/activity", "order"): Parameter(_choice(activity.ORDERS, "requests"), "Measure of the order."),
+    ("/admin/api/activity", "group_by"): Parameter(_choice(activity_report.GROUPS), "Groups of the sums and curves."),
+    ("/admin/api/activity", "limit"): Parameter(_number(1, activity_report.MAX_GROUPS, 8), "Maximum number of groups."),
+    ("/admin/api/activity", "order"): Parameter(_choice(activity_report.ORDERS, "requests"), "Measure of the order."),
     ("/admin/api/adapters", "base"): Parameter(TEXT, "Digest of the base model on which the adapter was probed."),
     ("/admin/api/adapters", "idle_days"): Parameter(
         _number(1, 9999), "Adapters that have existed for this number of days without a request."

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gateway.api.adapters.adapters import TenantAdapter
+from gateway.api.adapters.handlers import TenantAdapter
 from gateway.api.adapters.saved_mixtures import (
     DeletedMixture,
     MixtureList,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from gateway.api.adapters.adapters import TenantAdapter, TenantAdapterList
+from gateway.api.adapters.handlers import TenantAdapter, TenantAdapterList
 from gateway.api.adapters.routes import ADAPTER_ROUTES
 from gateway.api.admin.alerts import AdminWebhooks, DeletedWebhook, EventPage, ShownWebhook, WebhookList, WebhookTest
 from gateway.api.admin.audit import AdminAudit, AuditPage

@@ -22,7 +22,7 @@ from gateway.fleet.failures.deaths import Death
 from gateway.fleet.failures.quarantine import Quarantine, Quarantined
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
-from gateway.fleet.routing.routing import RoutedRequest, choose
+from gateway.fleet.routing.choice import RoutedRequest, choose
 from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant

@@ -25,8 +25,8 @@ from gateway.fleet.queueing.engine_service import EngineService
 from gateway.fleet.queueing.queue import Place
 from gateway.fleet.queueing.service_meter import Reported, ServiceMeter
 from gateway.fleet.routing.candidates import Usable, choose_in
+from gateway.fleet.routing.choice import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.fleet.routing.prefetch import Prefetch
-from gateway.fleet.routing.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.fleet.tries import MAX_FAILURES, Tries
 from gateway.records.bases.registry import Bases
 from wire.deadlines import deadline

@@ -23,7 +23,7 @@ from gateway.pages.overview.build import build_overview
 from gateway.pages.requests.build import build_request_pages
 from gateway.pages.tenants.build import build_tenant_pages
 from gateway.process.drain import Drain
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.resources import Resources
 
 

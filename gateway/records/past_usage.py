@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_,
 
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.bases.registry import Bases
-from gateway.records.keys.removed_keys import successors_of
+from gateway.records.keys.removed import successors_of
 from gateway.records.sql.database import Database
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import adapter_versions, adapters, api_keys, usage, usage_daily, usage_hourly

@@ -6,7 +6,7 @@ Most of them exist twice: for a tenant itself under `/v1`, and for operators und
 from collections.abc import Mapping
 from functools import partial
 
-from gateway.api.adapters.adapters import Adapters, TenantAdapter, TenantAdapterList
+from gateway.api.adapters.handlers import Adapters, TenantAdapter, TenantAdapterList
 from gateway.api.adapters.probes import NewProbe, ProbeRoutes, RecordedProbe
 from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
 from gateway.api.adapters.use import AdapterUseAnswer, AdapterUseRoutes, Prefetched

@@ -14,7 +14,7 @@ from gateway.errors import Unavailable
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import AdapterTier, EngineRecord
 from gateway.fleet.history import Change, History, Sample
-from gateway.fleet.routing.routing import Rates
+from gateway.fleet.routing.choice import Rates
 from gateway.records.adapters.residency import Residency
 from wire.digests import digest_name
 from wire.responses import StepSecond

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
+from gateway.api.adapters.handlers import AdapterIntake
 from gateway.api.answers import row_struct
 from gateway.api.reports.usage import usage_answer
 from gateway.api.requests.fields import json_response, read_flag

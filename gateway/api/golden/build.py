@@ -1,8 +1,8 @@
 """Construction of the parts of golden answers."""
 
 from gateway.api.golden.checking import GoldenChecks
-from gateway.api.golden.golden_requests import GoldenRequests
 from gateway.api.golden.handlers import GoldenRoutes
+from gateway.api.golden.requests import GoldenRequests
 from gateway.api.golden.upgrades import Upgrades
 from gateway.api.inference.admission import Admission
 from gateway.api.requests.memory import BodyMemory

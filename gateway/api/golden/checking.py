@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from gateway.access.auth import TenantPrincipal
-from gateway.api.golden.golden_requests import GoldenRequests
+from gateway.api.golden.requests import GoldenRequests
 from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import EngineRecord

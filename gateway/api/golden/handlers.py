@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.adapters.caller import AdapterCaller, find_caller, version_of
 from gateway.api.golden.checking import GoldenChecks
-from gateway.api.golden.golden_requests import GoldenRequests, Question
+from gateway.api.golden.requests import GoldenRequests, Question
 from gateway.api.requests.fields import json_response, read_raw
 from gateway.errors import BadRequest, NoEngine, translate
 from gateway.fleet.engines.engine import EngineRecord

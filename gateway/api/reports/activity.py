@@ -9,8 +9,8 @@ from msgspec import Struct
 from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
 from gateway.errors import BadRequest
-from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, Group, Refusals, Sums, Times
+from gateway.records.activity.report import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.periods import STEPS
 
 DEFAULT_GROUPS = 8

@@ -21,8 +21,8 @@ from aiohttp import web
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.store_s3 import Bucket
 from gateway.access.auth import Authenticator
-from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
+from gateway.api.adapters.handlers import AdapterIntake
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, Forbidden, Unavailable

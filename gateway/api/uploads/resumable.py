@@ -20,8 +20,8 @@ from adapters.check import ARCHIVE
 from adapters.manifest import AdapterError
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
-from gateway.api.adapters.adapters import AdapterIntake, storing
 from gateway.api.adapters.caller import AdapterCaller, find_caller
+from gateway.api.adapters.handlers import AdapterIntake, storing
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, Named, UploadRules, Workplace, too_large

@@ -17,7 +17,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.engines.engine_problems import EngineProblems
+from gateway.fleet.engines.problems import EngineProblems
 from wire.http_errors import HTTP_ERRORS
 from wire.service import MAX_TENANTS, ServiceElsewhere
 

@@ -1,4 +1,4 @@
-"""Choice of an engine in a fleet of any size. Up to EXACT engines, it compares all of them (`routing.choose`).
+"""Choice of an engine in a fleet of any size. Up to EXACT engines, it compares all of them (`choice.choose`).
 
 In a larger fleet, a choice compares a bounded number of candidates, so that its cost does not grow with the fleet: the
 first usable engines in the order of the adapter or conversation (`ring.py`), some that hold the adapter, the
@@ -14,7 +14,7 @@ from itertools import islice
 
 from gateway.fleet.discovery.base_engines import BaseEngines
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.routing.routing import Choice, Homes, RoutedRequest, choose, earliest, homes_needed, rank
+from gateway.fleet.routing.choice import Choice, Homes, RoutedRequest, choose, earliest, homes_needed, rank
 
 # Candidates: first usable engines of the order, engines that hold the adapter, random engines.
 NEAR, HOLDING, RANDOM = 10, 3, 2

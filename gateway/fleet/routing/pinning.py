@@ -18,9 +18,9 @@ from msgspec import MsgspecError
 from gateway.errors import Unavailable
 from gateway.fleet.discovery.base_engines import BaseEngines
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.engines.engine_problems import EngineProblems
+from gateway.fleet.engines.problems import EngineProblems
 from gateway.fleet.routing.candidates import engines_for
-from gateway.fleet.routing.routing import Rates
+from gateway.fleet.routing.choice import Rates
 from gateway.records.bases.base import Binding
 from wire.http_errors import HTTP_ERRORS
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from msgspec import MsgspecError
 
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.engines.engine_problems import EngineProblems
+from gateway.fleet.engines.problems import EngineProblems
 from wire.bounded_dict import BoundedDict
 from wire.http_errors import HTTP_ERRORS
 

@@ -16,7 +16,7 @@ from gateway.api.scopes import ACTOR
 from gateway.api.uploads.validating import Validation
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets
-from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
+from gateway.pages.adapters.subject import PageAdapter, find_adapter
 from gateway.pages.frame.errors import TEMPORARY
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota

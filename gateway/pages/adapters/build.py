@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from gateway.api.adapters.adapters import AdapterIntake
+from gateway.api.adapters.handlers import AdapterIntake
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
@@ -15,7 +15,7 @@ from gateway.pages.adapters.page import AdapterPages, Reports
 from gateway.pages.adapters.playground import PlaygroundPages
 from gateway.pages.adapters.upload import AdapterUploads
 from gateway.pages.frame.frame import Frame
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.records.adapters.golden import Golden
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads

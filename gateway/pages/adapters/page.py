@@ -12,13 +12,13 @@ from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.fleet.engines.engine import AdapterTier
 from gateway.fleet.routing.operator_prefetch import OperatorPrefetch
-from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
+from gateway.pages.adapters.subject import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.links import Links
 from gateway.pages.widgets.periods import read_period, segments_of
 from gateway.pages.widgets.states import TONES
 from gateway.pages.widgets.tables import Column, csv_response
-from gateway.records.activity.activity import Activity, Scope
+from gateway.records.activity.report import Activity, Scope
 from gateway.records.adapters.aliases import Alias, Targets
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.golden import Golden, GoldenSet

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from gateway.api.adapters.adapters import TenantAdapter
+from gateway.api.adapters.handlers import TenantAdapter
 from gateway.api.route import Route, Upload
 from gateway.pages.adapters.actions import ALIAS_QUERY, ASK_QUERY, AdapterActs
 from gateway.pages.adapters.list import LIST_QUERY, AdapterListPage

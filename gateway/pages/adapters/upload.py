@@ -3,9 +3,9 @@
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
-from gateway.api.adapters.adapters import AdapterIntake
+from gateway.api.adapters.handlers import AdapterIntake
 from gateway.errors import Forbidden
-from gateway.pages.adapters.page_adapter import find_adapter
+from gateway.pages.adapters.subject import find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.tenants.tenants import Tenants

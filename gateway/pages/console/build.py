@@ -15,7 +15,7 @@ from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.examples import KeyExamples
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.requests.log import RequestLog
 from gateway.records.usage.ranking import UsageRanking

@@ -15,8 +15,8 @@ from gateway.pages.widgets.forms import term_text
 from gateway.pages.widgets.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.remaining_limits import Left
-from gateway.records.activity.activity import Activity, Scope
 from gateway.records.activity.figures import ActivityReport, Curve
+from gateway.records.activity.report import Activity, Scope
 from gateway.records.version_state import READY
 
 OWNERS = {"tenant": "tenant", "key": "your key"}

@@ -8,8 +8,8 @@ from gateway.access.login_audit import LoginAudit
 from gateway.access.oidc import Oidc
 from gateway.components import Records
 from gateway.pages.frame.frame import Frame
-from gateway.pages.login.login import LoginPages
 from gateway.pages.login.oidc import OidcPages
+from gateway.pages.login.page import LoginPages
 from gateway.resources import Resources
 
 

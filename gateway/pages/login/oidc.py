@@ -17,7 +17,7 @@ from gateway.access.signed_values import signed, verified
 from gateway.api.page_guard import NO_STORE, safe_next
 from gateway.caller import CALLER
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
-from gateway.pages.login.login import LoginPages, home_of_request
+from gateway.pages.login.page import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.keys import oidc_state_key

@@ -4,8 +4,8 @@ from functools import partial
 
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH, Role
 from gateway.api.route import Route
-from gateway.pages.login.login import LoginPages
 from gateway.pages.login.oidc import OidcPages
+from gateway.pages.login.page import LoginPages
 
 
 def _login_routes(home: str, people: str) -> tuple[Route, ...]:

@@ -9,9 +9,9 @@ from gateway.pages.frame.filters import money
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
-from gateway.pages.overview.overview import Overview
+from gateway.pages.overview.page import Overview
 from gateway.pages.overview.search import SearchPage
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.records.attention import Attention
 from gateway.records.search import Search
 from gateway.resources import Resources

@@ -5,7 +5,7 @@ from functools import partial
 from gateway.access.roles import ADMIN_PATH
 from gateway.api.route import Route
 from gateway.pages.overview.attention import NeedList
-from gateway.pages.overview.overview import Overview
+from gateway.pages.overview.page import Overview
 from gateway.pages.overview.search import SearchPage
 
 _page = partial(Route, "GET", scope="page", response=None)

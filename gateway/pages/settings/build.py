@@ -12,7 +12,7 @@ from gateway.components import Billing, Records
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
-from gateway.pages.settings.settings import SettingPages
+from gateway.pages.settings.page import SettingPages
 from gateway.records.keys.session_list import SessionLists
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.usage.rejected import RejectedUsage

@@ -3,10 +3,10 @@
 from functools import partial
 
 from gateway.api.route import Route
-from gateway.pages.settings import alerts, audit, settings
+from gateway.pages.settings import alerts, audit, page
 from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
-from gateway.pages.settings.settings import SettingPages
+from gateway.pages.settings.page import SettingPages
 
 TARGET = "/admin/alerts/{name}"
 _page = partial(Route, scope="page", response=None)
@@ -25,7 +25,7 @@ SETTING_PAGES: dict[type, tuple[Route, ...]] = {
         _form("POST", f"{TARGET}/delete", AlertPages.delete, "Delete a target of events."),
     ),
     SettingPages: (
-        _page("GET", "/admin/settings", SettingPages.show, "Return the page of settings.", query=settings.QUERY),
+        _page("GET", "/admin/settings", SettingPages.show, "Return the page of settings.", query=page.QUERY),
         _form("GET", "/admin/settings/sessions/{id}/end", SettingPages.end_session, "Ask whether to end a session."),
         _form("POST", "/admin/settings/sessions/{id}/end", SettingPages.end_session, "End a session from the page."),
     ),

@@ -13,7 +13,7 @@ from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
 from gateway.pages.widgets.examples import KeyExamples
 from gateway.quota.quota import Quota
-from gateway.records.activity.activity import Activity
+from gateway.records.activity.report import Activity
 from gateway.settings import Settings
 
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gateway.fleet.queueing.fairness import Fairness
-from gateway.records.activity.activity import Activity, Scope
 from gateway.records.activity.figures import ActivityReport
+from gateway.records.activity.report import Activity, Scope
 from gateway.records.adapters.list import AdapterList, ListedAdapter, ListFilter
 from gateway.records.requests.log import LogEntry, LogFilter, RequestLog
 from gateway.records.tenants.tenants import Tenant

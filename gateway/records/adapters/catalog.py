@@ -25,7 +25,7 @@ from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Versions
 from gateway.records.bases.base import FIRST, BaseRetired, Binding, suspect_name
-from gateway.records.bases.base_checks import taken_by_base
+from gateway.records.bases.checks import taken_by_base
 from gateway.records.bases.registry import Bases
 from gateway.records.caches.changes import Changes
 from gateway.records.caches.lookups import Lookups

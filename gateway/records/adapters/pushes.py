@@ -11,7 +11,7 @@ from gateway.records.adapters.limits import check_room
 from gateway.records.adapters.rows import Version, lock_name, versions_of
 from gateway.records.adapters.saved_mixtures import check_not_saved
 from gateway.records.bases.base import FIRST
-from gateway.records.bases.base_checks import check_base
+from gateway.records.bases.checks import check_base
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.version_state import READY, State
 

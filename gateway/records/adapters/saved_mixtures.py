@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.adapters.rows import lock_name, lock_tenant, versions_of
 from gateway.records.audit import record_change
-from gateway.records.bases.base_checks import check_not_base
+from gateway.records.bases.checks import check_not_base
 from gateway.records.bases.registry import Bases
 from gateway.records.caches.changes import Changes, count_change
 from gateway.records.caches.lookups import Lookups

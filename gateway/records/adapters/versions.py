@@ -38,7 +38,7 @@ from gateway.records.adapters.rows import (
 )
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
-from gateway.records.bases.base_checks import check_not_base
+from gateway.records.bases.checks import check_not_base
 from gateway.records.caches.changes import count_change
 from gateway.records.events.events import record_event
 from gateway.records.sql.database import Database

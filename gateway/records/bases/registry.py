@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.errors import Unavailable
 from gateway.records.bases.base import Base
-from gateway.records.bases.base_checks import reserved_names
+from gateway.records.bases.checks import reserved_names
 from gateway.records.bases.records import BaseRecords, BasesLocked
 from gateway.records.caches.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
 from gateway.setting_errors import NotUsableNow

@@ -14,7 +14,7 @@ from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.caches.changes import OPERATORS, count_change
 from gateway.records.cooperative_rows import read_rows
-from gateway.records.keys.removed_keys import remove_keys
+from gateway.records.keys.removed import remove_keys
 from gateway.records.keys.watched import Watched, find_watched
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import FORMER_COLUMNS, api_keys, tenants

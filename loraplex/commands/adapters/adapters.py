@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.adapters.adapter_fleet import COMMANDS as FLEET_COMMANDS
-from loraplex.commands.adapters.adapter_fleet import every_adapter, print_every
+from loraplex.commands.adapters.fleet import COMMANDS as FLEET_COMMANDS
+from loraplex.commands.adapters.fleet import every_adapter, print_every
 from loraplex.commands.adapters.golden import golden
 from loraplex.commands.adapters.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.adapters.verify import verify
 from loraplex.commands.adapters.versions import COMMANDS as VERSION_COMMANDS
 from loraplex.commands.common import Gateway, admin_options, confirm, examples, tenant_options, yes_option
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.tenants.tenant_filter import idle_days
+from loraplex.commands.tenants.filter import idle_days
 from loraplex.commands.values import Duration
 from wire.model_names import Reference, parse_reference
 

@@ -48,7 +48,7 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
 
     Store LORAPLEX_KEY_PEPPER elsewhere: without it, no API key of the backup works.
     """
-    from gateway.records.backup.backup import write_backup
+    from gateway.records.backup.write import write_backup
     from gateway.records.sql.database import Database
 
     if "://" not in adapter_store and not Path(adapter_store).is_dir():
@@ -79,8 +79,8 @@ def restore(file: Path, adapter_store: str) -> None:
     Exit with 3 if all is restored except files of adapters that neither the backup nor the store has, and list these
     adapters on stderr.
     """
-    from gateway.records.backup.backup_file import BackupFile
-    from gateway.records.backup.backup_restore import check_peppers, restore_backup
+    from gateway.records.backup.file import BackupFile
+    from gateway.records.backup.restore import check_peppers, restore_backup
     from gateway.records.sql.database import Database
 
     async def restored(backup: BackupFile) -> Any:
@@ -133,7 +133,7 @@ def database_errors() -> Iterator[None]:
     from sqlalchemy.exc import SQLAlchemyError
 
     from gateway.errors import Unavailable
-    from gateway.records.backup.backup_file import BackupError
+    from gateway.records.backup.file import BackupError
 
     try:
         with settings_errors(), one_line(BackupError, OSError, Unavailable):

@@ -9,7 +9,7 @@ import click
 from loraplex.commands.access.whoami import print_left
 from loraplex.commands.common import Gateway, admin_options, again, confirm, examples, yes_option
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.tenants.tenant_filter import filter_options, read_filter
+from loraplex.commands.tenants.filter import filter_options, read_filter
 from loraplex.commands.tenants.terms import Tags, in_money, print_fields, term_names, term_options
 from loraplex.commands.values import TenantCommand, Words, given, limit_names
 from wire.error_codes import UNKNOWN_URL

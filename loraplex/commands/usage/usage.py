@@ -9,7 +9,7 @@ import click
 from loraplex.commands.access.whoami import budget_text
 from loraplex.commands.common import Gateway, WithSubcommands, examples, tenant_options
 from loraplex.commands.output import json_option, moment, print_csv, print_json, print_table
-from loraplex.commands.usage.usage_rows import ledger, save
+from loraplex.commands.usage.rows import ledger, save
 from loraplex.commands.values import Moment, Words, given
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")

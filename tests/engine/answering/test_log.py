@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from adapters.tiers.tier_state import HostCacheStats, TierState
+from adapters.tiers.state import HostCacheStats, TierState
 from engine.answering import throughput_log
 from engine.answering.throughput_log import throughput_line
 from engine.scheduling.drafter import DraftCount, Outcome

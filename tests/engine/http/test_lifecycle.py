@@ -16,7 +16,7 @@ from collections import Counter
 import aiohttp
 import pytest
 
-from adapters.tiers.tier_state import EVICTION_REASONS
+from adapters.tiers.state import EVICTION_REASONS
 from engine.config import EngineConfig, ServerConfig
 from engine.core.messages import Loading
 from engine.core.service import CoreService

@@ -17,7 +17,7 @@ from gateway.quota.quota import Quota
 from gateway.records.adapters import removed_versions
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.keys import keys as key_records
-from gateway.records.keys import removed_keys
+from gateway.records.keys import removed as removed_keys
 from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
 from gateway.records.past_usage import UsagePart, UsagePast

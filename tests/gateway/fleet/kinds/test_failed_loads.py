@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.api.adapters.adapters import DEFAULT_MAX_RANK
-from gateway.api.adapters.adapters import served as served_by
+from gateway.api.adapters.handlers import DEFAULT_MAX_RANK
+from gateway.api.adapters.handlers import served as served_by
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.records.bases.base import FIRST

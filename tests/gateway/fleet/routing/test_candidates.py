@@ -14,7 +14,7 @@ from gateway.fleet.discovery.ring import Ring
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.routing.candidates import choose_in
-from gateway.fleet.routing.routing import (
+from gateway.fleet.routing.choice import (
     CROWDING,
     Choice,
     Homes,

@@ -10,8 +10,8 @@ from aiohttp import ClientError
 from gateway.fleet.engines.engine import Address, EngineRecord
 from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.kinds.vllm import Vllm
+from gateway.fleet.routing.choice import RoutedRequest, choose
 from gateway.fleet.routing.prefetch import MAX_OF_TENANT, Prefetch
-from gateway.fleet.routing.routing import RoutedRequest, choose
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.adapters.test_adapters import files, push

@@ -10,9 +10,9 @@ import pytest
 from gateway.access.sessions import Identity
 from gateway.api.requests.memory import SMALL_AT_ONCE
 from gateway.errors import TooManyFailures
-from gateway.pages.login import login
 from gateway.pages.login import oidc as oidc_login
-from gateway.pages.login.login import TENANT_BURST, LoginRate
+from gateway.pages.login import page as login
+from gateway.pages.login.page import TENANT_BURST, LoginRate
 from testing.gateway.principals import principal
 from testing.gateway.running import ADMIN_KEY, Browser, Gateway
 from tests.gateway.access.test_oidc import at_provider, provider

@@ -13,8 +13,8 @@ from aiohttp import web
 
 from gateway.access.sessions import VISITOR
 from gateway.pages.overview.attention import Needs
-from gateway.pages.overview.overview import Overview
-from gateway.records.activity.activity import Activity
+from gateway.pages.overview.page import Overview
+from gateway.records.activity.report import Activity
 from gateway.records.attention import Concerns
 from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON, row

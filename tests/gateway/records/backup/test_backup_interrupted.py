@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from adapters.store import DirectoryStore
-from gateway.records.backup import backup_file
+from gateway.records.backup import file as backup_file
 from gateway.records.sql.database import Database, migrate
 from gateway.records.tenants.tenants import Tenants
 from loraplex.commands.common import run as run_command

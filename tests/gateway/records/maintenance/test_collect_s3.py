@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import gateway.api.adapters.adapters
-from gateway.api.adapters.adapters import UNUSED_SECONDS
+import gateway.api.adapters.handlers
+from gateway.api.adapters.handlers import UNUSED_SECONDS
 from testing.s3_server import BUCKET, S3Server
 from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.records.maintenance.test_collect import COLLECT
@@ -24,7 +24,7 @@ async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
         assert (await push(globex, "same", files(0))).json["digest"][7:] == shared
         assert (await running.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
         assert (await running.admin.post(COLLECT)).json["removed"] == 0
-        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", -5.0)
+        monkeypatch.setattr(gateway.api.adapters.handlers, "UNUSED_SECONDS", -5.0)
         dry = (await running.admin.post(f"{COLLECT}?dry_run=true")).json
         assert (dry["removed"], dry["dry_run"]) == (1, True)
         assert len(s3.keys("collected")) == 4
@@ -32,7 +32,7 @@ async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
         assert (done["removed"], done["bytes"]) == (1, dry["bytes"])
         assert {key.split("/")[1] for key in s3.keys("collected")} == {shared}
         assert not [path for path in cache.rglob("*") if own in str(path) or path.is_file()]
-        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", UNUSED_SECONDS)
+        monkeypatch.setattr(gateway.api.adapters.handlers, "UNUSED_SECONDS", UNUSED_SECONDS)
         # The content is uploaded as a whole again although another tenant has it: the objects are new.
         key = f"{shared[:2]}/{shared}/adapter_config.json"
         s3.client("collected").put(key, b"{}")
@@ -49,7 +49,7 @@ async def test_what_a_killed_upload_wrote_leaves_the_bucket(
         acme = await running.tenant("acme")
         whole = (await push(acme, "a", files())).json["digest"][7:]
         s3.client("killed").put(f"ab/ab{'c' * 62}/adapter_model.safetensors", b"weights")
-        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", -5.0)
+        monkeypatch.setattr(gateway.api.adapters.handlers, "UNUSED_SECONDS", -5.0)
         done = (await running.admin.post(COLLECT)).json
         assert (done["removed"], done["bytes"]) == (1, len(b"weights"))
         assert {key.split("/")[1] for key in s3.keys("killed")} == {whole}

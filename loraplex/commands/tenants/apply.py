@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, one_line
-from loraplex.commands.tenants.tenant_bulk import field_text
+from loraplex.commands.tenants.bulk import field_text
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
-    from loraplex.commands.tenants.tenant_file import Entry, TenantFile
+    from loraplex.commands.tenants.file import Entry, TenantFile
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Step:
 @admin_options
 def apply(file: Path, dry_run: bool, prune: bool, force: bool, yes: bool, gateway: Gateway) -> None:
     """Create and change plans and tenants as a YAML file describes them. Absent fields do not change."""
-    from loraplex.commands.tenants.tenant_file import FileError, read_file
+    from loraplex.commands.tenants.file import FileError, read_file
 
     with one_line(FileError, OSError):
         wanted = read_file(file)

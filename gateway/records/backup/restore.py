@@ -1,4 +1,4 @@
-"""Restoring of a backup (gateway/records/backup/backup_file.py) into an empty installation, in one transaction."""
+"""Restoring of a backup (gateway/records/backup/file.py) into an empty installation, in one transaction."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError
 from adapters.store import FILES, AdapterStore, sync_directory
-from gateway.records.backup.backup import LEFT_OUT, check_revision, reflected, table_names, used_digests
-from gateway.records.backup.backup_file import BackupError, BackupFile, file_errors
+from gateway.records.backup.file import BackupError, BackupFile, file_errors
+from gateway.records.backup.write import LEFT_OUT, check_revision, reflected, table_names, used_digests
 from gateway.records.partitions.partitions import has_partitions, make_months
 from gateway.records.sql.database import Database, upgrade_schema
 from gateway.records.sql.tables import usage

@@ -1,6 +1,6 @@
 """Backup of an installation: the database's rows at one moment, and the adapter store's digests or files.
 
-Gateways may continue to run. See backup_file.py for the file, backup_restore.py for the way back.
+Gateways may continue to run. See file.py for the form, restore.py for the way back.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from sqlalchemy import DateTime, MetaData, Table, create_engine, inspect, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from adapters.store import FILES, AdapterStore
-from gateway.records.backup.backup_file import (
+from gateway.records.backup.file import (
     ADAPTERS,
     DIGESTS,
     FORMAT,

@@ -8,7 +8,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import BUDGETS
-from loraplex.commands.tenants.tenant_filter import filter_options, read_filter
+from loraplex.commands.tenants.filter import filter_options, read_filter
 from loraplex.commands.tenants.terms import Tags, term_names
 from loraplex.commands.values import NO_LIMIT, Words
 from wire.money import exact_money

@@ -10,7 +10,7 @@ from benchmarks.routing import POLICIES, measure, seconds_to_engines
 from gateway.fleet.discovery.base_engines import BaseEngines
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Condition, Health
-from gateway.fleet.routing.routing import (
+from gateway.fleet.routing.choice import (
     MAX_PREFIXES,
     Conversations,
     Rates,

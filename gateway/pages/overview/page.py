@@ -17,8 +17,8 @@ from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import NeedList, Needs
 from gateway.pages.widgets.charts import means
 from gateway.pages.widgets.periods import read_period, segments_of
-from gateway.records.activity.activity import Activity
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
+from gateway.records.activity.report import Activity
 from gateway.records.concurrent_reads import together
 from wire.money import MICRO_UNITS
 

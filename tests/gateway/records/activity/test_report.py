@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Unavailable
-from gateway.records.activity import activity as activity_module
-from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
+from gateway.records.activity import report as activity_report
 from gateway.records.activity.figures import ActivityReport, Curve, percentiles
+from gateway.records.activity.report import Activity, GroupBy, Order, Scope
 from gateway.records.activity.tables import BOUNDS
 from gateway.records.sql.database import Database
 from gateway.usage_row import UsageRow
@@ -258,7 +258,7 @@ def test_percentiles_lie_within_the_bucket_of_the_exact_ones():
 async def test_models_of_all_tenants_are_found_among_the_first_tenants(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(activity_module, "OWNERS_EACH", 1)
+    monkeypatch.setattr(activity_report, "OWNERS_EACH", 1)
     models = [(0, "pirate")] * 9 + [(i, f"m{j}") for i in range(1, 5) for j in range(i)]
     rows = [
         row(f"r{i}", tenant_id=f"t{owner}", tenant=f"n{owner}", model=model, adapter_digest="d", created_at=NOW)
