@@ -120,7 +120,7 @@ class Admin:
             QueueAnswer(
                 waiting=self._queues.waiting,
                 inside=self._queues.inside,
-                places=capacity.places if capacity is not None else 0,
+                places=capacity.ordered_places if capacity is not None else 0,
                 data=[QueuedTenant(**row._asdict()) for row in self._queues.by_tenant()],
             )
         )

@@ -71,36 +71,39 @@ class Room(NamedTuple):
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
-    own: maximum places of this process on the engines, unless a tenant is below its share. places: places of the
-    engines that order tenants fairly, including those that other processes use. foreign: places of the other engines,
-    including those that other processes use. room: maximum sequences of a request that some engine takes now. most:
-    maximum sequences of a request that some engine takes at all. rooms: each engine's room, without `places`.
+    places_for_process: places on the engines that this process fills; only a tenant below its share is admitted beyond
+        them.
+    ordered_places: places of the engines that order tenants fairly, including those that other processes use.
+    unordered_places: places of the other engines, including those that other processes use.
+    largest_now: maximum sequences of a request that some engine takes now.
+    largest_ever: maximum sequences of a request that some engine takes at all.
+    rooms: room of each engine; empty if an engine orders tenants (`ordered_places` above 0).
     """
 
-    own: int
-    places: int
-    foreign: int = 0
-    room: float = math.inf
-    most: float = math.inf
+    places_for_process: int
+    ordered_places: int
+    unordered_places: int = 0
+    largest_now: float = math.inf
+    largest_ever: float = math.inf
     rooms: tuple[Room, ...] = ()
 
     @property
     def shared(self) -> int:
         """Return the number of places that the tenants of all processes share."""
-        return self.places or self.foreign
+        return self.ordered_places or self.unordered_places
 
     def size(self, sequences: int) -> int:
         """Return the number of places of a request: one if an engine that orders tenants can take it, none if no engine
         can.
         """
-        if sequences > self.most:
+        if sequences > self.largest_ever:
             return 0
-        return 1 if self.places else sequences
+        return 1 if self.ordered_places else sequences
 
     def fits(self, sequences: int, inside: int) -> bool:
         """Return whether a request fits beside those that take `inside` places, or would fail without a place."""
         size = self.size(sequences)
-        return not size or (inside + size <= self.own and size <= max(1, self.room))
+        return not size or (inside + size <= self.places_for_process and size <= max(1, self.largest_now))
 
     def leaves_half(self, sequences: int, inside: int) -> bool:
         """Return whether a request leaves half of this process's places free of its tenant.
@@ -108,8 +111,8 @@ class Capacity(NamedTuple):
         Return True for a single sequence, for a tenant without requests, and if an engine orders tenants. inside:
         number of places that the tenant's requests take.
         """
-        size = 0 if self.places or sequences == 1 else self.size(sequences)
-        return not size or not inside or inside + size <= self.own // 2
+        size = 0 if self.ordered_places or sequences == 1 else self.size(sequences)
+        return not size or not inside or inside + size <= self.places_for_process // 2
 
     def room_beside(self, sequences: int) -> float:
         """Return the maximum sequences of a request that some engine takes now, without the engine that is kept free
@@ -135,8 +138,9 @@ class Place:
     priority: the tenant's; lower numbers go first. meter: charges the request's service to the tenant. tenant_name:
     shown to operators. sequences: number of its sequences. size: number of places that it takes since its admission.
     on_wait: called if the request has to wait. deadline: orders the tenant's own requests, in seconds of
-    `time.monotonic`. passed_since: the time since which others pass it; None before. passes: number of sequences of the
-    request for which an engine was kept free when this one passed it; 0: none.
+    `time.monotonic`. passed_since: the time since which others pass it; None before. passes: set if this request was
+    admitted ahead of one for which an engine is kept free: that request's number of sequences, so that routing avoids
+    the engine. 0: none.
     """
 
     tenant_id: str
@@ -291,13 +295,14 @@ class RequestQueue:
         if first is None or capacity.fits(first.sequences, self._num_inside):
             return first
         # Every share is at least one place, so many tenants could exceed the places without this limit.
-        if self._num_inside >= capacity.own + capacity.places:
+        if self._num_inside >= capacity.places_for_process + capacity.ordered_places:
             return None
-        keeps_engine = not capacity.places and self._was_passed_for_long(first)
+        keeps_engine = not capacity.ordered_places and self._was_passed_for_long(first)
         room = capacity.room_beside(first.sequences) if keeps_engine else math.inf
 
         def is_below_share(place: Place) -> bool:
-            if not leaves_half(place) or (not capacity.places and not capacity.fits(place.sequences, self._num_inside)):
+            fits = capacity.ordered_places > 0 or capacity.fits(place.sequences, self._num_inside)
+            if not fits or not leaves_half(place):
                 return False
             share, size = self._share(place.tenant_id, capacity.shared), capacity.size(place.sequences)
             return size <= room and self._inside[place.tenant_id] + size <= share

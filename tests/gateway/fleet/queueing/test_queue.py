@@ -20,7 +20,7 @@ def make_queue(
 
     def capacity() -> Capacity | None:
         number = own()
-        return None if number is None else Capacity(number, places, foreign=0 if places else number)
+        return None if number is None else Capacity(number, places, unordered_places=0 if places else number)
 
     return RequestQueue(capacity, ServiceCounters(), max_waiting, max_seconds)
 
