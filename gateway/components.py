@@ -241,7 +241,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         split_peppers(settings.key_pepper)[0].encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
-        report_left=registry.report_left,
+        report_detached=registry.report_detached,
     )
     _connect_quarantine(registry, quarantine)
     client = EngineClient(kinds)

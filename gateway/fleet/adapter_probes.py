@@ -1,9 +1,9 @@
 """Probes of adapters in engines, off the path of requests. The quarantine counts their deaths; the breakers do not.
 
 An adapter is refused only if two engines died during its probes while no other tenant had requests there. Any other
-tenant's request may be the cause, also one that was left and that the engine has not shown to have survived. So for the
-time of a quarantine, an adapter with a death is probed only on engines without other tenants' requests, and after two
-deaths beside them not at all; its version stays `validating`.
+tenant's request may be the cause, also a detached one that the engine has not shown to have survived. So for the time
+of a quarantine, an adapter with a death is probed only on engines without other tenants' requests, and after two deaths
+beside them not at all; its version stays `validating`.
 """
 
 import logging

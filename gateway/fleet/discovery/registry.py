@@ -12,7 +12,7 @@ from gateway.fleet.discovery.base_engines import EXACT, MAX_AGE, BaseEngines, ca
 from gateway.fleet.discovery.sleeping import BaseAsleep
 from gateway.fleet.engines.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.engines.health import Health
-from gateway.fleet.engines.own_requests import LEFT_SECONDS, Names
+from gateway.fleet.engines.own_requests import SURVIVED_SECONDS, Names
 from gateway.fleet.engines.suspects import OrphanedRequests
 from gateway.fleet.queueing.queue import Capacity
 
@@ -79,29 +79,29 @@ class Registry:
         """Return the listed engines, and the dropped ones that may have requests of this process."""
         return (*self._engines.values(), *self._leaving.values(), *self._gone)
 
-    def report_left(self, url: str, instance: str | None) -> tuple[set[str], list[Names]]:
-        """Return the result of `OwnRequests.report_left` for an engine's instance.
+    def report_detached(self, url: str, instance: str | None) -> tuple[set[str], list[Names]]:
+        """Return the result of `OwnRequests.report_detached` for an engine's instance.
 
         Return nothing if the engine is unknown or has another instance: the former one's requests were reported then.
         """
         tenants, names = set[str](), list[Names]()
         for engine in self.with_dropped:
             if engine.url == url and (engine.state.instance is None or engine.is_present(instance)):
-                its_tenants, its_names = engine.requests.report_left()
+                its_tenants, its_names = engine.requests.report_detached()
                 tenants |= its_tenants
                 names += its_names
         return tenants, names
 
-    def take_over(self, left: OrphanedRequests, age: float, is_reported: bool) -> None:
+    def take_over(self, orphaned: OrphanedRequests, age: float, is_reported: bool) -> None:
         """Count requests that another process left on an engine as this process's, if the engine may still have them.
 
         See `OwnRequests.take_over`.
         """
-        engine = self._engines.get(left.engine) or self._leaving.get(left.engine)
-        if engine is None or left.instance != engine.state.instance:
+        engine = self._engines.get(orphaned.engine) or self._leaving.get(orphaned.engine)
+        if engine is None or orphaned.instance != engine.state.instance:
             return
-        if engine.observed_at < time.monotonic() - age + LEFT_SECONDS:
-            engine.requests.take_over(left, age, is_reported)
+        if engine.observed_at < time.monotonic() - age + SURVIVED_SECONDS:
+            engine.requests.take_over(orphaned, age, is_reported)
 
     @property
     def up(self) -> list[EngineRecord]:

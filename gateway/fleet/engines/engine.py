@@ -243,7 +243,7 @@ class EngineRecord:
         return self.takes_adapters if model.adapters else not self.state.adapters_only
 
     def serves_only(self, tenant_id: str) -> bool:
-        """Return whether no other tenant has a request here, running or left, as far as this process knows."""
+        """Return whether no other tenant has a request here, running or detached, as far as this process knows."""
         return not self.foreign_load and self.requests.tenants <= {tenant_id}
 
     def holds(self, digest: str) -> bool:
@@ -287,10 +287,10 @@ class EngineRecord:
         in_flight.sent()
 
     def note_end(self) -> None:
-        """Report the death of the engine's instance, unless it drained or slept, and forget its left requests."""
+        """Report the death of the engine's instance, unless it drained or slept, and forget its detached requests."""
         if not (self.state.draining or self.is_ending):
             self.on_end(self)
-        self.requests.forget_left()
+        self.requests.forget_detached()
         self.is_ending = False
 
     def observe_state(self, state: EngineState, own: int) -> None:
@@ -364,7 +364,7 @@ class EngineRecord:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health in (Health.DRAINING, Health.ASLEEP):
-            # Its end is intended, so it is no death. Its left requests may be the cause of broken ones until then.
+            # Its end is intended, so it is no death. Its detached requests may be the cause of broken ones until then.
             self.is_ending = True
         if health is Health.UP:
             self.is_ending = False

@@ -11,11 +11,11 @@ from typing import Any
 
 from gateway.fleet.engines.suspects import OrphanedRequests, Suspect
 
-# Minimum time between the end of a request that was left and a reading of the engine's state, for the reading to show
-# that the engine survived the request: earlier readings may have begun before its end.
-LEFT_SECONDS = 2.0
-# Maximum number of a tenant's left requests that are kept for an engine; the earliest are forgotten first.
-LEFT_EACH = 1000
+# Minimum time between the detaching of a request and a reading of the engine's state, for the reading to show that the
+# engine survived the request: earlier readings may have begun before.
+SURVIVED_SECONDS = 2.0
+# Maximum number of a tenant's detached requests that are kept for an engine; the earliest are forgotten first.
+MAX_DETACHED = 1000
 # Names of a request in the quarantine. Those of a large body are computed in a thread.
 Names = Future[list[Suspect]]
 
@@ -39,10 +39,12 @@ def named(suspects: Sequence[Suspect]) -> Names:
 
 
 @dataclass(slots=True)
-class LeftRequest:
-    """A request or a hint that this process left before its answer's end, at a time (monotonic).
+class DetachedRequest:
+    """A request or a hint whose answer this process stopped reading before its end, because the client left or the
+    connection broke. The engine may still work on it.
 
-    names: its names in the quarantine; a hint has none. is_reported: whether a death was reported with it.
+    at: time at which that happened (monotonic). names: its names in the quarantine; a hint has none. is_reported:
+    whether a death was reported with it.
     """
 
     at: float
@@ -70,9 +72,8 @@ class OwnRequests:
     hinted: Counter[str] = field(default_factory=Counter)
     loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
-    # Requests and hints that were left before the answer's end, by tenant, until the engine has shown that it survived
-    # them.
-    _left: dict[str, deque[LeftRequest]] = field(default_factory=dict)
+    # Detached requests and hints by tenant, until the engine has shown that it survived them.
+    _detached: dict[str, deque[DetachedRequest]] = field(default_factory=dict)
 
     @property
     def num_adapters(self) -> int:
@@ -82,32 +83,32 @@ class OwnRequests:
     @property
     def tenants(self) -> set[str]:
         """Return the tenants with requests or hints of which one may be the cause if the engine dies now."""
-        return self.by_tenant.keys() | self.hinted.keys() | self._left.keys()
+        return self.by_tenant.keys() | self.hinted.keys() | self._detached.keys()
 
-    def has_left(self, tenant_id: str) -> bool:
-        """Return whether the engine may still work on a request or a hint that the tenant left."""
-        return tenant_id in self._left
+    def has_detached(self, tenant_id: str) -> bool:
+        """Return whether the engine may still work on a detached request or hint of the tenant."""
+        return tenant_id in self._detached
 
-    def report_left(self) -> tuple[set[str], list[Names]]:
-        """Return `tenants`, and the names of the requests that were left since the last report.
+    def report_detached(self) -> tuple[set[str], list[Names]]:
+        """Return `tenants`, and the names of the requests that were detached since the last report.
 
         The tenants count at each death: a connection may break without the engine's death, which may follow.
         """
-        left = [each for requests in self._left.values() for each in requests if not each.is_reported]
-        for each in left:
+        detached = [each for requests in self._detached.values() for each in requests if not each.is_reported]
+        for each in detached:
             each.is_reported = True
-        return self.tenants, [each.names for each in left]
+        return self.tenants, [each.names for each in detached]
 
-    def forget_left(self) -> None:
-        """Forget the requests that were left, because the engine's instance has ended."""
-        for requests in self._left.values():
+    def forget_detached(self) -> None:
+        """Forget the detached requests, because the engine's instance has ended."""
+        for requests in self._detached.values():
             for each in requests:
                 _forget(each)
-        self._left.clear()
+        self._detached.clear()
 
     @contextmanager
     def loading_for(self, tenant_id: str) -> Iterator[None]:
-        """Count a hint for a tenant until the block ends. It is left if the block raises.
+        """Count a hint for a tenant until the block ends. It is detached if the block raises.
 
         Its load may be the cause of a death, and its connection may break before those of requests.
         """
@@ -115,19 +116,19 @@ class OwnRequests:
         try:
             yield
         except BaseException:
-            self._leave(tenant_id, named(()))
+            self._detach(tenant_id, named(()))
             raise
         finally:
             count_less(self.hinted, tenant_id)
 
     def survived(self) -> None:
-        """Forget the left requests that the engine has survived, because it reports its state now."""
-        before = time.monotonic() - LEFT_SECONDS
-        for tenant_id, requests in list(self._left.items()):
+        """Forget the detached requests that the engine has survived, because it reports its state now."""
+        before = time.monotonic() - SURVIVED_SECONDS
+        for tenant_id, requests in list(self._detached.items()):
             while requests and requests[0].at < before:
                 _forget(requests.popleft())
             if not requests:
-                del self._left[tenant_id]
+                del self._detached[tenant_id]
 
     @contextmanager
     def count(
@@ -140,7 +141,7 @@ class OwnRequests:
         is_sent: bool = True,
         suspects: Callable[[], Names] = lambda: named(()),
     ) -> Iterator["InFlight"]:
-        """Count a request until the block ends. It is left then, if it was sent and its `end` was not called.
+        """Count a request until the block ends. It is detached then, if it was sent and its `end` was not called.
 
         loads: whether the engine must load the adapter for it. is_sent: whether the engine may have it from the
         beginning, before a call of `sent`. suspects: returns its names in the quarantine.
@@ -161,23 +162,23 @@ class OwnRequests:
             if digest not in self.by_digest:
                 self.loading.discard(digest)
             if request.is_sent and not request.has_ended:
-                self._leave(tenant_id, suspects())
+                self._detach(tenant_id, suspects())
 
-    def _leave(self, tenant_id: str, names: Names) -> None:
-        left = LeftRequest(time.monotonic(), names)
-        self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
+    def _detach(self, tenant_id: str, names: Names) -> None:
+        request = DetachedRequest(time.monotonic(), names)
+        self._detached.setdefault(tenant_id, deque(maxlen=MAX_DETACHED)).append(request)
 
-    def take_over(self, left: OrphanedRequests, age: float, is_reported: bool) -> None:
-        """Count requests that another process left here `age` seconds ago as left ones of this process.
+    def take_over(self, orphaned: OrphanedRequests, age: float, is_reported: bool) -> None:
+        """Count requests that another process left here `age` seconds ago as detached ones of this process.
 
         is_reported: whether a death was reported with them.
         """
         suspects = defaultdict[str, list[Suspect]](list)
-        for suspect in left.suspects:
+        for suspect in orphaned.suspects:
             suspects[suspect.tenant_id].append(suspect)
-        for tenant_id in left.tenants:
-            request = LeftRequest(time.monotonic() - age, named(suspects[tenant_id]), is_reported)
-            self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(request)
+        for tenant_id in orphaned.tenants:
+            request = DetachedRequest(time.monotonic() - age, named(suspects[tenant_id]), is_reported)
+            self._detached.setdefault(tenant_id, deque(maxlen=MAX_DETACHED)).append(request)
 
     def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
@@ -255,10 +256,10 @@ class InFlight:
             self.is_counted = False
 
 
-def _forget(left: LeftRequest) -> None:
+def _forget(request: DetachedRequest) -> None:
     """Cancel the computation of names that no report waits for."""
-    if not left.is_reported:
-        left.names.cancel()
+    if not request.is_reported:
+        request.names.cancel()
 
 
 def count_less(counts: Counter[Any], key: Any) -> None:

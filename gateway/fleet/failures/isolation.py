@@ -27,7 +27,7 @@ EMPTYING_SECONDS = 15.0
 # Time for the other processes to read that the engine is kept. Its later reports show all that they sent before.
 SHARING_SECONDS = 0.5
 # Longest time for which an engine is kept after its request's client has left.
-LEFT_SECONDS = 5.0
+KEPT_AFTER_LEAVING_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
 # Requests of a tenant that may wait in a process.
 MAX_WAITING = 16
@@ -114,7 +114,8 @@ class Isolation:
     ) -> AsyncIterator[bool]:
         """Keep an engine until the block ends. Yield whether it has become free of other tenants' requests.
 
-        If the client leaves, the engine is kept until it has shown that it survived the request, or LEFT_SECONDS.
+        If the client leaves, the engine is kept until it has shown that it survived the request, or for
+        KEPT_AFTER_LEAVING_SECONDS.
         """
         async with AsyncExitStack() as turn:
             is_kept = await turn.enter_async_context(self._kept.keep(engine.url))
@@ -127,7 +128,7 @@ class Isolation:
                 yield is_free
             finally:
                 self._next_at = time.monotonic() + SHARING_SECONDS
-                if is_free and engine.requests.has_left(tenant_id):
+                if is_free and engine.requests.has_detached(tenant_id):
                     ending = asyncio.create_task(_end_later(turn.pop_all(), engine, tenant_id))
                     self._ending.add(ending)
                     ending.add_done_callback(self._ending.discard)
@@ -172,10 +173,10 @@ class Isolation:
 
 
 async def _end_later(turn: AsyncExitStack, engine: EngineRecord, tenant_id: str) -> None:
-    """End a turn once the engine has survived the tenant's left requests, or after LEFT_SECONDS."""
-    until = time.monotonic() + LEFT_SECONDS
+    """End a turn once the engine has survived the tenant's detached requests, or after KEPT_AFTER_LEAVING_SECONDS."""
+    until = time.monotonic() + KEPT_AFTER_LEAVING_SECONDS
     async with turn:
         while time.monotonic() < until:
-            if not engine.requests.has_left(tenant_id):
+            if not engine.requests.has_detached(tenant_id):
                 return
             await asyncio.sleep(PAUSE_SECONDS)

@@ -1,13 +1,13 @@
 """Quarantine: a request that two engines had when they died is not sent to a third.
 
-Any request that an engine has when it dies may be the cause. An engine counts as having a request that was left until
-it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other tenant
-had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's into
-quarantine. If another tenant had some at each death, the request is suspected, and runs apart from that tenant's
-(`isolation.py`). A tenant whose requests in quarantine were the cause of several deaths is refused altogether, because
-it may have more of them.
+Any request that an engine has when it dies may be the cause. An engine counts as having a detached request
+(`own_requests.py`) until it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined
+only if no other tenant had requests on the engine at each of the deaths. A tenant's requests can therefore never put
+another tenant's into quarantine. If another tenant had some at each death, the request is suspected, and runs apart
+from that tenant's (`isolation.py`). A tenant whose requests in quarantine were the cause of several deaths is refused
+altogether, because it may have more of them.
 
-Every gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the tenants with
+Every gateway process reports its broken and detached requests to the others (`shared_deaths.py`), and the tenants with
 requests or hints there, also for a death that another process reports. It applies their reports as its own. Only an
 HMAC of a request is kept and shared. An operator can end a tenant's quarantine in all processes.
 """
@@ -70,12 +70,12 @@ class Quarantine:
     """Deaths of engines, and the requests and adapters in quarantine.
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
-    of a deployment. shared: None for a single process. count: called with the kind of each new quarantine. report_left:
-    returns the tenants with requests of this process on an engine's instance (its URL and instance), running or left,
-    and the names of the left ones, once each. is_alone: returns whether an engine works only on a request that runs
-    apart, whatever other processes report. engines: returns all engines that may have requests of this process.
-    take_over: called with the requests that an ending process left on an engine, their age, and whether a death was
-    reported with them.
+    of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
+    report_detached: returns the tenants with requests of this process on an engine's instance (its URL and instance),
+    running or detached, and the names of the detached ones, once each. is_alone: returns whether an engine works only
+    on a request that runs apart, whatever other processes report. engines: returns all engines that may have requests
+    of this process. take_over: called with the requests that an ending process left on an engine, their age, and
+    whether a death was reported with them.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class Quarantine:
         shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
-        report_left: Callable[[str, str | None], tuple[set[str], list[Names]]] = lambda url, instance: (set(), []),
+        report_detached: Callable[[str, str | None], tuple[set[str], list[Names]]] = lambda url, instance: (set(), []),
     ) -> None:
-        self._report_left = report_left
+        self._report_detached = report_detached
         self.is_alone: Callable[[EngineRecord], bool] = lambda engine: False
         self.engines: Callable[[], Sequence[EngineRecord]] = tuple
         self.take_over: Callable[[OrphanedRequests, float, bool], None] = lambda requests, age, is_reported: None
@@ -193,8 +193,8 @@ class Quarantine:
         which counts as the present one.
         """
         if engine.is_present(instance):
-            tenants, names_of_left = engine.requests.report_left()
-            self._note_on(engine, tenants | {tenant_id}, [names, *names_of_left], self._clock())
+            tenants, names_of_detached = engine.requests.report_detached()
+            self._note_on(engine, tenants | {tenant_id}, [names, *names_of_detached], self._clock())
             return
         # The others on a former instance were reported at its end, unless that was no death.
         known = self._deaths.of_instance(engine.url, instance)
@@ -203,7 +203,7 @@ class Quarantine:
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were there."""
-        tenants, names = engine.requests.report_left()
+        tenants, names = engine.requests.report_detached()
         if tenants:
             self._note_on(engine, tenants, names, self._clock())
 
@@ -293,7 +293,7 @@ class Quarantine:
 
     async def _orphaned(self) -> list[OrphanedRequests]:
         """Return the requests of this process that engines may still have, with the names that are soon computed."""
-        found = [(engine, *engine.requests.report_left()) for engine in self.engines()]
+        found = [(engine, *engine.requests.report_detached()) for engine in self.engines()]
         if waiting := [asyncio.wrap_future(each) for _, _, names in found for each in names if not each.done()]:
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_SECONDS):
@@ -312,8 +312,8 @@ class Quarantine:
         for entry in await self._shared.read():
             report, age = entry.report, entry.age + entry.report.age
             if report.engine == NO_ENGINE:
-                for left in report.left:
-                    self._take_over(left, age, entry.process)
+                for orphaned in report.left:
+                    self._take_over(orphaned, age, entry.process)
                 if not report.continues:
                     self._deaths.end(entry.process)
             elif report.engine == ENDED_BY_OPERATOR:
@@ -328,18 +328,19 @@ class Quarantine:
         self._was_read.set()
         self._announcer.announce()
 
-    def _take_over(self, left: OrphanedRequests, age: float, process: str) -> None:
+    def _take_over(self, orphaned: OrphanedRequests, age: float, process: str) -> None:
         """Add the requests that a process left to a death that is known, else to this process's until one follows."""
         # A connection may have broken earlier without the engine's death, before these requests were there.
         since = self._clock() - age - LATE_SECONDS
-        known = [death for death in self._deaths.of_instance(left.engine, left.instance) if death.at > since]
+        known = [death for death in self._deaths.of_instance(orphaned.engine, orphaned.instance) if death.at > since]
         if known:
-            self._deaths.apply(Report(left.engine, left.tenants, left.suspects, left.instance), known[-1].at, process)
+            report = Report(orphaned.engine, orphaned.tenants, orphaned.suspects, orphaned.instance)
+            self._deaths.apply(report, known[-1].at, process)
             assert self._shared is not None
             if self._process == min(self._shared.processes):
                 # The process that reported them cannot announce their quarantines any more.
-                self._announcer.note_own(left.suspects)
-        self.take_over(left, age, bool(known))
+                self._announcer.note_own(orphaned.suspects)
+        self.take_over(orphaned, age, bool(known))
 
     def _answer(self, death: Death) -> None:
         """Answer another process's report of a death. Report this process's tenants and abandoned requests on that
@@ -347,7 +348,7 @@ class Quarantine:
         process's answer. Send nothing if no answer is awaited, no abandoned request is new, and the death already lists
         all these tenants.
         """
-        tenants, names = self._report_left(death.engine, death.instance)
+        tenants, names = self._report_detached(death.engine, death.instance)
         if names or not tenants <= death.reported or self._process in death.processes - death.answered:
             self._note(Report(death.engine, [*tenants], [], death.instance), names, death.at)
 

@@ -77,7 +77,7 @@ async def fleet(starts_servers: None, monkeypatch: pytest.MonkeyPatch) -> AsyncI
 
         monkeypatch.setattr(socket, "getaddrinfo", look_up)
         # No state that an engine reports shows that it has survived a request.
-        monkeypatch.setattr(own_requests, "LEFT_SECONDS", 600.0)
+        monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 600.0)
         yield fleet
 
 
@@ -197,8 +197,8 @@ async def test_the_end_of_an_unlisted_engine_is_a_death_unless_it_drained(before
         world.health = Health.DOWN
         for _ in range(3):
             await world.registry.poll()
-            assert world.registry.report_left(engine.url, "i")[0] == {"a"}
-            assert world.registry.report_left(engine.url, "j")[0] == set()
+            assert world.registry.report_detached(engine.url, "i")[0] == {"a"}
+            assert world.registry.report_detached(engine.url, "j")[0] == set()
         assert world.ended == ended, "an engine dies once"
     await world.registry.poll()
     assert world.registry.with_dropped == ()
@@ -216,7 +216,7 @@ async def test_an_engine_that_is_listed_again_keeps_its_record(address: Address,
         [again] = world.registry.engines
         assert (again is engine) == is_same
         assert again.available
-        assert world.registry.report_left(engine.url, "i")[0] == {"a"}
+        assert world.registry.report_detached(engine.url, "i")[0] == {"a"}
 
 
 async def test_an_engine_without_requests_is_forgotten_at_once():
@@ -246,7 +246,7 @@ async def test_a_dropped_engine_that_is_not_up_has_not_ended(health: Health):
         world.listed, world.health, world.is_read = [], health, False
         for _ in range(3):
             await world.registry.poll()
-            assert world.registry.report_left(engine.url, "i")[0] == {"a", "b"}
+            assert world.registry.report_detached(engine.url, "i")[0] == {"a", "b"}
         assert world.ended == []
         world.health = Health.DOWN
         await world.registry.poll()

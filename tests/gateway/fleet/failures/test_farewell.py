@@ -61,11 +61,11 @@ async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_be
                 leave(one, own, "b")
                 if dies_before:
                     # The ending process cannot answer any more.
-                    one._report_left = lambda *_: (set(), [])
+                    one._report_detached = lambda *_: (set(), [])
                     processes.clock.now += 10.0
                     note_death(two, record, "a")
             if not dies_before:
-                await until(partial(has_left, record))
+                await until(partial(has_detached, record))
                 processes.clock.now += 10.0
                 note_death(two, record, "a")
             await two.reported()
@@ -84,8 +84,8 @@ async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_be
         assert len(tenants_at_deaths(two, "b")) == 2
 
 
-async def has_left(record: EngineRecord) -> bool:
-    return record.requests.has_left("b")
+async def has_detached(record: EngineRecord) -> bool:
+    return record.requests.has_detached("b")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ async def test_only_requests_that_the_engine_may_still_have_are_taken_over(
     record.observe_state(EngineState(instance="i"), 0)
     registry = await registry_of(record)
     registry.take_over(OrphanedRequests(url, instance, ["b"], [Suspect("request", "b", "m")]), age, is_reported=False)
-    tenants, found = record.requests.report_left()
+    tenants, found = record.requests.report_detached()
     assert tenants == expected
     assert [each.result() for each in found] == [[Suspect("request", "b", "m")]] * len(expected)
 
@@ -117,7 +117,7 @@ async def test_a_request_that_was_taken_over_is_forgotten_once_the_engine_has_su
     record.requests.take_over(OrphanedRequests(URLS[0], None, ["b"], []), 0.0, is_reported=False)
     record.observe_state(EngineState(), 0)
     assert record.requests.tenants == {"b"}
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
     record.observe_state(EngineState(), 0)
     assert record.requests.tenants == set()
 
@@ -137,7 +137,7 @@ async def test_a_connection_that_broke_long_before_is_no_death_of_what_a_process
             own.observe_state(EngineState(instance="i"), 0)
             one.engines = lambda: (own,)
             leave(one, own, "b")
-        await until(partial(has_left, record))
+        await until(partial(has_detached, record))
         assert [death.tenants for death in two._deaths.recent()] == [{"a"}]
         processes.clock.now += 10.0
         record.on_end = two.ended
@@ -212,8 +212,8 @@ async def test_every_request_of_a_long_farewell_is_taken_over(any_redis: Any):
                 names = [Suspect("request", tenant, f"{number}") for number in range(MAX_NAMES)]
                 own.requests.take_over(OrphanedRequests(URLS[0], "i", [tenant], names), 0.0, is_reported=False)
         for tenant in tenants:
-            await until(lambda tenant=tenant: asyncio.sleep(0, record.requests.has_left(tenant)))
-        found = {suspect for names in record.requests.report_left()[1] for suspect in names.result()}
+            await until(lambda tenant=tenant: asyncio.sleep(0, record.requests.has_detached(tenant)))
+        found = {suspect for names in record.requests.report_detached()[1] for suspect in names.result()}
         assert len(found) == len(tenants) * MAX_NAMES
 
 

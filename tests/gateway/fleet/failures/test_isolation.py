@@ -286,7 +286,7 @@ async def test_a_cancelled_wait_keeps_no_engine(any_redis: Any):
 async def test_an_engine_stays_kept_while_it_may_work_on_a_request_whose_client_left(
     any_redis: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """Otherwise others' requests would be there when the left one kills it, and nothing would be learned."""
+    """Otherwise others' requests would be there when the detached one kills it, and nothing would be learned."""
     fleet = engines("http://one:1", "http://two:1")
     turns = Turns(any_redis, fleet)
     fleet[1].foreign_load = 1
@@ -303,13 +303,13 @@ async def test_an_engine_stays_kept_while_it_may_work_on_a_request_whose_client_
 
     await leave()
     # The engine's next report, long enough after that, shows that it survived the request.
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
     fleet[0].requests.survived()
     await becomes(lambda: turns.isolation.allows(fleet[0]))
-    monkeypatch.setattr(isolation, "LEFT_SECONDS", 0.5)
+    monkeypatch.setattr(isolation, "KEPT_AFTER_LEAVING_SECONDS", 0.5)
     await leave()
     await becomes(lambda: turns.isolation.allows(fleet[0]))
-    assert fleet[0].requests.has_left("a")
+    assert fleet[0].requests.has_detached("a")
 
 
 async def test_a_long_turn_ends_for_the_others(any_redis: Any, monkeypatch: pytest.MonkeyPatch):

@@ -192,12 +192,12 @@ def test_a_request_that_was_left_alone_on_engines_that_then_died_is_quarantined(
     assert not is_quarantined(quarantine, prompt="something else")
 
 
-def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def test_a_detached_request_that_the_engine_survived_is_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine()
     leave(quarantine, record, "a")
     record.observe_state(EngineState(), 0)
     assert record.requests.tenants == {"a"}, "the report may have been on its way when the client left"
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
     record.observe_state(EngineState(), 0)
     assert not record.requests.tenants
     with record.requests.count(None, "a") as request:
@@ -215,18 +215,18 @@ def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monk
     assert record.requests.tenants == {"a"}, "this report repeats the one before, because a step has not ended"
     record.observe_state(EngineState(readings=8), 0)
     assert not record.requests.tenants
-    monkeypatch.setattr(own_requests, "LEFT_EACH", 10)
+    monkeypatch.setattr(own_requests, "MAX_DETACHED", 10)
     for _ in range(11):
         leave(quarantine, record, "a")
-    assert len(record.requests._left["a"]) == 10
-    tenants, names = record.requests.report_left()
+    assert len(record.requests._detached["a"]) == 10
+    tenants, names = record.requests.report_detached()
     assert tenants == {"a"}
     assert [each.result() for each in names] == 10 * [quarantine.suspects("a", (), NamedBody(BODY)).result()]
-    assert record.requests.report_left() == ({"a"}, []), "the tenant counts at each death, its requests at one"
+    assert record.requests.report_detached() == ({"a"}, []), "the tenant counts at each death, its requests at one"
 
 
 @pytest.mark.parametrize("health", [Health.DOWN, Health.UP])
-async def test_left_requests_count_if_the_dead_engine_disappears(health: Health, clock: Clock):
+async def test_detached_requests_count_if_the_dead_engine_disappears(health: Health, clock: Clock):
     """Its next instance may have another address."""
     quarantine, listed = Quarantine(100.0, SECRET, clock=clock), list[Address]()
 
@@ -277,7 +277,7 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
     stream: bool, tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     # Longer than a slow machine needs.
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 60.0)
     monkeypatch.setattr("gateway.fleet.failures.isolation.WAIT_SECONDS", 0.5)
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(2)]
@@ -294,20 +294,20 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
         await until(have_some)
         for each in asked:
             each.cancel()
-        await until(partial(have_left, gateway))
+        await until(partial(have_detached, gateway))
         for each in engines:
             each.refuses = None
         assert (await acme.complete()).status == 503
         for each in engines:
             each.refuses = False
         await gateway.engines_up(2)
-        assert (await acme.complete()).error["code"] == "request_suspected", "each engine may still have the left ones"
-        monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+        assert (await acme.complete()).error["code"] == "request_suspected", "each engine may still have the detached ones"
+        monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
         monkeypatch.setattr("gateway.fleet.failures.isolation.WAIT_SECONDS", 60.0)
         assert (await acme.complete()).status == 200
 
 
-async def have_left(gateway: Gateway) -> bool:
+async def have_detached(gateway: Gateway) -> bool:
     return "loraplex_gateway_http_in_flight 1.0" in (await gateway.admin.get("/metrics")).body.decode()
 
 

@@ -52,14 +52,14 @@ class Processes:
         """
         shared, on = SharedDeaths(self._redis, self._deployment), {} if on is None else on
 
-        def report_left(url: str, instance: str | None) -> tuple[set[str], list[Names]]:
+        def report_detached(url: str, instance: str | None) -> tuple[set[str], list[Names]]:
             if url not in on:
                 on[url] = engine(url)
                 for each in left:
                     leave(quarantine, on[url], each)
-            return on[url].requests.report_left()
+            return on[url].requests.report_detached()
 
-        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, report_left)
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, report_detached)
         if stands_still:
             await shared.read()
             if is_known:
@@ -156,7 +156,7 @@ async def test_processes_do_not_report_a_death_again_and_again(any_redis: Any):
             await asyncio.gather(one.read(), two.read(), one.reported(), two.reported())
         shared = one._shared
         assert shared is not None
-        # The death of a, the left requests of c, and those of b, which the record of `die` does not have.
+        # The death of a, the detached requests of c, and those of b, which the record of `die` does not have.
         assert await any_redis.xlen(shared._key) == 3
 
 

@@ -28,7 +28,7 @@ from tests.gateway.fleet.failures.test_quarantine import (
     Clock,
     die,
     engine,
-    have_left,
+    have_detached,
     is_quarantined,
     leave,
     note_death,
@@ -62,12 +62,12 @@ class Connections:
         return len(self.tried) == number
 
 
-async def end_with_left(gateway: Gateway, upstream: Upstream, asked: "asyncio.Task[Any]", instance: str) -> None:
+async def end_with_detached(gateway: Gateway, upstream: Upstream, asked: "asyncio.Task[Any]", instance: str) -> None:
     """Let the client of a request leave, and then another instance be at the engine's address."""
     asked.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    await until(partial(have_left, gateway))
+    await until(partial(have_detached, gateway))
     upstream.instance = instance
 
     async def is_known() -> bool:
@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
 ):
     # Broken connections of one death would count as two then, but no connection breaks here.
     monkeypatch.setattr("gateway.fleet.failures.deaths.ONE_DEATH_SECONDS", 0.0)
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
     body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
 
@@ -92,7 +92,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
     for number in (1, 2):
         asked = asyncio.create_task(acme.complete(**body))
         await until(is_there)
-        await end_with_left(gateway, upstream, asked, f"after {number}")
+        await end_with_detached(gateway, upstream, asked, f"after {number}")
     got = await acme.complete(**body)
     assert (got.status, got.error["code"]) == (422, "request_quarantined")
     assert (await acme.complete(prompt="another")).status == 200
@@ -102,14 +102,14 @@ async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("gateway.fleet.failures.deaths.ONE_DEATH_SECONDS", 0.0)
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
 
     connections = Connections(monkeypatch, upstream.url)
     for number in (1, 2):
         asked = asyncio.create_task(acme.complete(**BODY))
         await until(partial(connections.are_tried, number))
-        await end_with_left(gateway, upstream, asked, f"after {number}")
+        await end_with_detached(gateway, upstream, asked, f"after {number}")
     connections.is_open = True
     assert (await acme.complete(**BODY)).status == 200
 
@@ -142,7 +142,7 @@ async def test_a_request_that_waits_for_a_connection_to_a_silent_engine_is_not_b
             assert died == []
 
 
-async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
+async def test_the_name_of_a_detached_request_is_computed_beside_the_event_loop(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     """The event loop stood for the HMAC of a large body."""
@@ -243,7 +243,7 @@ async def test_a_death_does_not_wait_for_the_names_of_large_bodies(bodies: Bodie
     for prompt in ("1", "!", "2"):
         bodies.leave(record, "a", prompt)
     bodies.quarantine.ended(record)
-    record.requests.forget_left()
+    record.requests.forget_detached()
     [death] = bodies.quarantine._deaths.recent()
     assert death.tenants == {"a", "b", "c"}
     assert [suspect.tenant_id for suspect in bodies.quarantine._deaths._of] == ["b"]
@@ -289,7 +289,7 @@ async def test_large_bodies_that_wait_for_names_are_bounded(bodies: Bodies, monk
 async def test_no_name_is_computed_for_a_request_that_the_engine_survived(
     how: str, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
     record = engine()
     bodies.leave(record, "c", "0")
     await until(lambda: asyncio.sleep(0, not bodies.quarantine._names._unnamed._waiting))
@@ -313,7 +313,7 @@ async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ends", ["drain", "break"])
-def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
+def test_detached_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
     """A drain, or a connection that broke without a death, forgot them: the other tenant then was there alone."""
     quarantine, records = Quarantine(100.0, SECRET, clock=(clock := Clock())), [engine(a=1), engine(a=1)]
     for record in records:
@@ -329,7 +329,7 @@ def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
     assert not is_quarantined(quarantine)
 
 
-def test_a_tenants_left_request_counts_at_each_death_until_the_instance_has_ended():
+def test_a_tenants_detached_request_counts_at_each_death_until_the_instance_has_ended():
     """After a report of it, a later death was noted without its tenant, so that another one was there alone."""
     quarantine, record = Quarantine(100.0, SECRET, clock=(clock := Clock())), engine()
     leave(quarantine, record, "b")
