@@ -13,7 +13,7 @@ from gateway.api.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.quota import Quota
-from gateway.quota.remaining_limits import Left
+from gateway.quota.remaining_limits import Remaining
 from gateway.sharing.concurrency import ConcurrencyLimiter
 from wire.money import exact_money
 
@@ -79,7 +79,7 @@ class OwnKey:
     async def get(self, request: web.Request) -> web.Response:
         """Return the key. While Redis or the ledger is unavailable, remaining amounts are null."""
         principal = request[PRINCIPAL]
-        left: Sequence[Left | Limit]
+        left: Sequence[Remaining | Limit]
         async with self._reads.place(principal.tenant.id):
             try:
                 left = await self._quota.peek(principal)
@@ -88,7 +88,7 @@ class OwnKey:
         return json_response(_describe(principal, left, self._currency))
 
 
-def _describe(principal: TenantPrincipal, limits: Sequence[Left | Limit], currency: str) -> KeyInfo:
+def _describe(principal: TenantPrincipal, limits: Sequence[Remaining | Limit], currency: str) -> KeyInfo:
     now = datetime.now(UTC)
     return KeyInfo(
         id=principal.key_id,
@@ -104,7 +104,9 @@ def _describe(principal: TenantPrincipal, limits: Sequence[Left | Limit], curren
     )
 
 
-def limits_left(owner: str, limits: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
+def limits_left(
+    owner: str, limits: Iterable[Remaining | Limit], now: datetime, currency: str
+) -> dict[str, RestOfLimit]:
     """Return the limits of "key" or "tenant" by the names of their kinds. A `Limit` has an unknown remaining amount."""
     rests = {}
     for each in limits:
@@ -120,7 +122,7 @@ def limits_left(owner: str, limits: Iterable[Left | Limit], now: datetime, curre
     return rests
 
 
-def budget_left(limits: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
+def budget_left(limits: Iterable[Remaining | Limit], now: datetime, currency: str) -> BudgetLeft | None:
     """Return the budget with the least left; None without budgets."""
     budgets = [parts for each in limits if (parts := _parts(each, now))[0].kind.is_budget]
     if not budgets:
@@ -137,7 +139,7 @@ def budget_left(limits: Iterable[Left | Limit], now: datetime, currency: str) ->
     )
 
 
-def _parts(each: Left | Limit, now: datetime) -> tuple[Limit, int | None, datetime | None]:
+def _parts(each: Remaining | Limit, now: datetime) -> tuple[Limit, int | None, datetime | None]:
     """Return (limit, remaining amount, reset time); the last two are None if unknown."""
     if isinstance(each, Limit):
         return each, None, None

@@ -27,7 +27,7 @@ from gateway.quota.limits import Limit, limits_of
 from gateway.quota.live_gateways import Presence
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
-from gateway.quota.remaining_limits import Left, read_remaining
+from gateway.quota.remaining_limits import Remaining, read_remaining
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
@@ -142,7 +142,7 @@ class Quota:
         check_possible(limits, demand)
         return await self._take(limits, demand.within(limits), msgspec.json.encode(note or {}), model)
 
-    async def peek(self, principal: TenantPrincipal) -> list[Left]:
+    async def peek(self, principal: TenantPrincipal) -> list[Remaining]:
         """Return what remains of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
         return await read_remaining(self._store.script, self._backfill, principal.tenant.id, limits_of(principal, ""))
 

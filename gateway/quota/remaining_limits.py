@@ -11,7 +11,7 @@ from gateway.quota.rolling import DailySpend, day_of
 from gateway.quota.usage_backfill import UsageBackfill
 
 
-class Left(msgspec.Struct, frozen=True, gc=False):
+class Remaining(msgspec.Struct, frozen=True, gc=False):
     """Remaining amount of a limit, in its unit. reset: ms until the limit is fully available again if nothing more is
     used; for a calendar budget, until its period ends.
     """
@@ -28,7 +28,7 @@ class Left(msgspec.Struct, frozen=True, gc=False):
 
 async def read_remaining(
     script: Callable[..., Awaitable[Any]], backfill: UsageBackfill, tenant_id: str, limits: Sequence[Limit]
-) -> list[Left]:
+) -> list[Remaining]:
     """Return the remaining amount of each limit, without a change.
 
     Usage that is missing in Redis is read from the ledger, and not stored in Redis. script: `QuotaStore.script`.
@@ -46,5 +46,5 @@ async def read_remaining(
                 reset = max(reset, DailySpend(day_of(since), used.days).reset(since))
             elif window := limit.kind.window:
                 reset += math.ceil(used.counted * window / limit.value / 1000)
-        found.append(Left(limit, remaining, reset))
+        found.append(Remaining(limit, remaining, reset))
     return found

@@ -13,7 +13,7 @@ from gateway.api.requests.fields import json_response
 from gateway.errors import Unavailable
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.quota import Quota
-from gateway.quota.remaining_limits import Left
+from gateway.quota.remaining_limits import Remaining
 from gateway.records.tenants.tenants import Tenants
 
 
@@ -38,7 +38,7 @@ class TenantLimits:
         """Return the limits. While Redis or the ledger is unavailable, remaining amounts are null."""
         tenant = await self._tenants.get(request.match_info["tenant"])
         principal = TenantPrincipal(key_id="", tenant=tenant)
-        found: Sequence[Left | Limit]
+        found: Sequence[Remaining | Limit]
         try:
             found = await self._quota.peek(principal)
         except Unavailable:

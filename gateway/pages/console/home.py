@@ -14,7 +14,7 @@ from gateway.pages.widgets.examples import example_models, make_snippets, origin
 from gateway.pages.widgets.forms import term_text
 from gateway.pages.widgets.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.quota.limits import Limit, limits_of
-from gateway.quota.remaining_limits import Left
+from gateway.quota.remaining_limits import Remaining
 from gateway.records.activity.figures import ActivityReport, Curve
 from gateway.records.activity.report import Activity, Scope
 from gateway.records.version_state import READY
@@ -77,17 +77,17 @@ class ConsoleHome(ConsolePages):
     async def _limits(self, principal: TenantPrincipal) -> tuple[list[LimitRow], bool]:
         """Return the limits of the tenant and the key, and whether their rests are unknown."""
         now, is_away = datetime.now(UTC), False
-        found: Sequence[Left | Limit]
+        found: Sequence[Remaining | Limit]
         try:
             found = await self.console.quota.peek(principal)
         except Unavailable:
             found, is_away = limits_of(principal, ""), True
         rows = []
         for each in found:
-            limit = each.limit if isinstance(each, Left) else each
+            limit = each.limit if isinstance(each, Remaining) else each
             title, source = limit.kind.help, OWNERS.get(limit.owner, limit.owner)
             text = term_text(limit.name, limit.value)
-            if isinstance(each, Left):
+            if isinstance(each, Remaining):
                 rows.append(used_row(each, title, text, source, self.console.currency, now))
             else:
                 rows.append(LimitRow(title, text, source))

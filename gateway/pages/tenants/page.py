@@ -26,7 +26,7 @@ from gateway.pages.widgets.links import Links
 from gateway.pages.widgets.states import TONES, outcome
 from gateway.pages.widgets.tables import ROWS, Column, Table, csv_response, fill, read_table
 from gateway.quota.quota import Quota
-from gateway.quota.remaining_limits import Left
+from gateway.quota.remaining_limits import Remaining
 from gateway.records.tenants.list import tightest_budget
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.tenants.terms import NO_TERMS, own_terms, sources
@@ -102,7 +102,7 @@ class TenantPage:
         return seen | await self._overview_tab.read(tenant)
 
     async def _limits(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
-        left: dict[str, Left] = {}
+        left: dict[str, Remaining] = {}
         is_away = False
         try:
             found = await self._quota.peek(TenantPrincipal(key_id="", tenant=tenant))

@@ -8,7 +8,7 @@ from markupsafe import Markup
 from gateway.limits.kinds import ALERT_KINDS
 from gateway.pages.frame.filters import money, number
 from gateway.pages.widgets.forms import MONEY, term_text
-from gateway.quota.remaining_limits import Left
+from gateway.quota.remaining_limits import Remaining
 from gateway.records.tenants.list import TenantMonth
 from gateway.records.tenants.tenants import Tenant
 
@@ -37,7 +37,7 @@ def soft_row(tenant: Tenant, name: str, month: TenantMonth, source: str, currenc
     return LimitRow(kind.help, term_text(name, limit), source, spent, limit, shown)
 
 
-def used_row(left: Left, title: str, text: str, source: str, currency: str, now: datetime) -> LimitRow:
+def used_row(left: Remaining, title: str, text: str, source: str, currency: str, now: datetime) -> LimitRow:
     """Return the row of a limit whose rest is known."""
     limit, used = left.limit.value, max(0, left.used)
     is_money = left.limit.name in MONEY
