@@ -214,7 +214,7 @@ def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:
 
     Give the registry the orphaned requests that the quarantine reads.
     """
-    registry.on_end = quarantine.ended
+    registry.on_end = quarantine.note_instance_death
     quarantine.engines = lambda: registry.with_dropped
     quarantine.take_over = registry.take_over
 

@@ -192,7 +192,7 @@ class Fleet:
         begun = await self._try(engine, call, record, place.meter, tries, held, limit)
         if begun is not None:
             if tries.was_suspected:
-                held.push_async_callback(self._clear, call, begun[2])
+                held.push_async_callback(self._note_survived, call, begun[2])
             self._conversations.served(tries.prefix, engine)
         return begun
 
@@ -235,10 +235,10 @@ class Fleet:
     async def _suspicion(self, call: Call) -> Suspicion | None:
         return await self._quarantine.suspicion(call.tenant.id, call.model.suspects, call.named)
 
-    async def _clear(self, call: Call, in_flight: InFlight) -> None:
-        """Clear a request that was suspected, if its engine has answered it to the end."""
+    async def _note_survived(self, call: Call, in_flight: InFlight) -> None:
+        """Clear a suspected request that its engine has survived: it has answered it to the end."""
         if in_flight.has_ended:
-            await self._quarantine.clear(call.tenant.id, call.model.suspects, call.named)
+            await self._quarantine.note_survived(call.tenant.id, call.model.suspects, call.named)
 
     def _choose(self, call: Call, tries: Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
@@ -334,7 +334,7 @@ class Fleet:
                 record.unsent()
                 return None
             record.lost()
-            await self._quarantine.reported()
+            await self._quarantine.wait_until_reported()
             tries.died += 1
             if tries.are_enough and not await self._may_go_on(call, tries):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error

@@ -83,7 +83,7 @@ class AdminQuarantine:
         return json_response(EndedQuarantine(tenant=tenant.name, ended=ended))
 
     async def _end(self, tenant: Tenant, actor: str) -> int:
-        found = await self._quarantine.end(tenant.id)
+        found = await self._quarantine.clear_tenant(tenant.id)
         try:
             await self._audit.add(actor, "quarantine.end", tenant.name, {"ended": len(found)}, tenant=tenant.name)
         except Unavailable:

@@ -123,7 +123,7 @@ class Deaths:
         self._known = [*self.recent(), death]
         return death
 
-    def end(self, process: str) -> None:
+    def note_process_end(self, process: str) -> None:
         """Note that a process has ended and has reported all that it had."""
         self._ended.add(process)
         for death in self._known:
@@ -171,7 +171,7 @@ class Deaths:
         self._quarantined.clear()
         self._culprits.clear()
 
-    def clear(self, key: Suspect) -> None:
+    def note_survived(self, key: Suspect) -> None:
         """Forget the deaths of a request that has run to its end, but for the last one."""
         self._forget_results()
         if key in self._of:

@@ -128,13 +128,13 @@ class Quarantine:
         """Return whether the engine died so recently that its next death would count as the same one."""
         return any(death.engine == engine.url for death in self._deaths.recent(ONE_DEATH_SECONDS))
 
-    async def clear(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
+    async def note_survived(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Forget the deaths of a request that was suspected and has run to its end, in this process.
 
         The last one stays: a request that kills engines only sometimes is suspected again at the next death.
         """
         key, *_ = await self._names.known(tenant_id, digests, body)
-        self._deaths.clear(key)
+        self._deaths.note_survived(key)
 
     @property
     def remembers_deaths(self) -> bool:
@@ -165,7 +165,7 @@ class Quarantine:
         """Return the seconds since a time of `QuarantinePeriod`; they are negative if it has not come yet."""
         return self._clock() - at
 
-    async def end(self, tenant_id: str) -> list[QuarantinePeriod]:
+    async def clear_tenant(self, tenant_id: str) -> list[QuarantinePeriod]:
         """End a tenant's quarantine in all processes, and forget the evidence against it. Return what ended.
 
         Raises Unavailable, also if it is unknown whether Redis has taken the report.
@@ -201,7 +201,7 @@ class Quarantine:
         tenants, at = ({tenant_id}, known[-1].at) if known else ({tenant_id, UNKNOWN_TENANTS}, self._clock())
         self._note_on(engine, tenants, [names], at, instance)
 
-    def ended(self, engine: EngineRecord) -> None:
+    def note_instance_death(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were there."""
         tenants, names = engine.requests.report_detached()
         if tenants:
@@ -256,7 +256,7 @@ class Quarantine:
         """Return the suspect's recent deaths, whoever else was on the engines. Tenants may be added to them later."""
         return self._deaths.of(suspect)
 
-    async def reported(self) -> None:
+    async def wait_until_reported(self) -> None:
         """Wait, within a deadline, until this process's deaths are reported and every other one has answered."""
         with suppress(TimeoutError):
             async with asyncio.timeout(REPORT_SECONDS):
@@ -315,7 +315,7 @@ class Quarantine:
                 for orphaned in report.left:
                     self._take_over(orphaned, age, entry.process)
                 if not report.continues:
-                    self._deaths.end(entry.process)
+                    self._deaths.note_process_end(entry.process)
             elif report.engine == ENDED_BY_OPERATOR:
                 for tenant_id in report.tenants:
                     self._deaths.forget(tenant_id, self._clock() - age)

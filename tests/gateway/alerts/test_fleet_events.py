@@ -96,7 +96,7 @@ async def test_a_quarantine_that_begins_again_is_another_event(database: Databas
         for _ in range(2):
             await process.events.look()
         assert [each.type for each in await all_events(database)] == number * ["request.quarantined"]
-        await process.quarantine.end(acme.id)
+        await process.quarantine.clear_tenant(acme.id)
 
 
 async def test_a_tenants_many_requests_hide_no_event_of_another_kind(database: Database, clock: Clock):

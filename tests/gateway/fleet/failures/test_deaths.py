@@ -48,7 +48,7 @@ def test_a_request_that_has_run_to_its_end_is_suspected_at_its_next_death_only(d
     assert deaths.causes_of(other)
     note(deaths, clock, "e2", "v", "b")
     assert deaths.suspicion(REQUEST) == Suspicion({"b"}, 1)
-    deaths.clear(REQUEST)
+    deaths.note_survived(REQUEST)
     assert deaths.suspicion(REQUEST) is None
     note(deaths, clock, "e3", "v", "b")
     assert deaths.suspicion(REQUEST) == Suspicion({"b"}, 2)
@@ -88,7 +88,7 @@ def test_a_process_that_has_ended_has_reported_all(deaths: Deaths, clock: Clock)
         deaths.apply(Report(f"e{number}", ["v"], [REQUEST], f"i{number}", ALL), clock(), "one")
         if number == 0:
             assert not deaths.recent()[0].is_complete
-            deaths.end("two")
+            deaths.note_process_end("two")
     assert len(deaths.causes_of(REQUEST)) == 2, "also a death that it was expected to report, which is noted later"
 
 

@@ -190,7 +190,7 @@ async def test_a_large_body_is_checked_beside_the_event_loop(large: dict[str, An
     for _ in range(2):
         die(quarantine, clock, engine(a=1))
         quarantine.died(engine(a=1), "a", quarantine.suspects("a", (), NamedBody(large)))
-        await quarantine.reported()
+        await quarantine.wait_until_reported()
     threads = note_threads(monkeypatch)
     assert is_quarantined(quarantine)
     assert threads == [threading.current_thread()]
@@ -226,7 +226,7 @@ class Bodies:
     async def settle(self) -> None:
         self.go.set()
         await asyncio.get_running_loop().run_in_executor(_THREAD, int)
-        await self.quarantine.reported()
+        await self.quarantine.wait_until_reported()
 
 
 @pytest.fixture
@@ -242,7 +242,7 @@ async def test_a_death_does_not_wait_for_the_names_of_large_bodies(bodies: Bodie
     leave(bodies.quarantine, record, "b")
     for prompt in ("1", "!", "2"):
         bodies.leave(record, "a", prompt)
-    bodies.quarantine.ended(record)
+    bodies.quarantine.note_instance_death(record)
     record.requests.forget_detached()
     [death] = bodies.quarantine._deaths.recent()
     assert death.tenants == {"a", "b", "c"}
@@ -263,7 +263,7 @@ async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypat
     large = {"prompt": "x" * 1001}
     for url in ("http://one:1", "http://two:1"):
         bodies.quarantine.died(engine(url, a=1), "a", bodies.quarantine.suspects("a", (), NamedBody(large)))
-    waits = asyncio.create_task(bodies.quarantine.reported())
+    waits = asyncio.create_task(bodies.quarantine.wait_until_reported())
     await asyncio.sleep(0.05)
     assert not waits.done()
     bodies.go.set()
@@ -280,7 +280,7 @@ async def test_large_bodies_that_wait_for_names_are_bounded(bodies: Bodies, monk
     for tenant, prompt in ("b1", "a2", "a3", "a4", "a5", "b6"):
         bodies.leave(record, tenant, prompt)
     assert record.requests.tenants == {"a", "b", "c"}, "a tenant counts also without a name"
-    bodies.quarantine.ended(record)
+    bodies.quarantine.note_instance_death(record)
     await bodies.settle()
     assert bodies.named == ["0", "1", "4", "5", "6"]
 

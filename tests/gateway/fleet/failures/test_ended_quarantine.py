@@ -128,7 +128,7 @@ async def test_a_probe_may_kill_as_many_engines_again_after_the_end():
         prober._remember(suspect)
     with pytest.raises(AdapterRefused):
         prober._check_deaths(suspect)
-    await quarantine.end("a")
+    await quarantine.clear_tenant("a")
     assert prober._check_deaths(suspect)
 
 
@@ -148,7 +148,7 @@ async def test_all_processes_and_later_ones_learn_of_the_end(any_redis: Any, pat
             await asyncio.gather(one.read(), two.read())
         await kill("request")
         processes.clock.now += 1.0
-        [period] = await two.end("a")
+        [period] = await two.clear_tenant("a")
         assert period.suspect.kind == "request"
         assert not is_quarantined(two)
         await until(lambda: asyncio.sleep(0, not is_quarantined(one)))
@@ -170,7 +170,7 @@ async def test_without_redis_the_quarantine_goes_on():
             note_death(one, engine(url, a=1), "a")
         await until(lambda: asyncio.sleep(0, is_quarantined(one)))
         with pytest.raises(Unavailable, match="Redis is unavailable"):
-            await one.end("a")
+            await one.clear_tenant("a")
         assert is_quarantined(one)
     await redis.aclose()
 

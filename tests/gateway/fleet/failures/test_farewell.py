@@ -68,7 +68,7 @@ async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_be
                 await until(partial(has_detached, record))
                 processes.clock.now += 10.0
                 note_death(two, record, "a")
-            await two.reported()
+            await two.wait_until_reported()
 
             async def is_known() -> bool:
                 return all("b" in death.tenants for death in two._deaths.recent()) and bool(tenants_at_deaths(two, "b"))
@@ -79,7 +79,7 @@ async def test_a_request_that_an_ending_process_cut_off_may_be_the_cause(dies_be
         assert not is_quarantined(two)
         for record in records.values():
             processes.clock.now += 10.0
-            record.on_end = two.ended
+            record.on_end = two.note_instance_death
             record.observe_state(EngineState(instance="next"), 0)
         assert len(tenants_at_deaths(two, "b")) == 2
 
@@ -140,7 +140,7 @@ async def test_a_connection_that_broke_long_before_is_no_death_of_what_a_process
         await until(partial(has_detached, record))
         assert [death.tenants for death in two._deaths.recent()] == [{"a"}]
         processes.clock.now += 10.0
-        record.on_end = two.ended
+        record.on_end = two.note_instance_death
         record.observe_state(EngineState(instance="next"), 0)
         assert len(tenants_at_deaths(two, "b")) == 1
 

@@ -33,7 +33,7 @@ class Lives:
     def __init__(self, quarantine: Quarantine, clock: Clock, url: str = "http://one:1") -> None:
         self.quarantine, self.clock = quarantine, clock
         self.record = engine(url)
-        self.record.on_end = quarantine.ended
+        self.record.on_end = quarantine.note_instance_death
         self.record.observe_state(EngineState(instance="first"), 0)
         self.ends = {tenant: ExitStack() for tenant in "ab"}
         for tenant, stack in self.ends.items():
@@ -133,10 +133,10 @@ async def test_a_late_break_is_of_the_same_death_at_another_process(any_redis: A
     async with processes.one() as one, processes.one(on=records) as two:
         lives = Lives(one, processes.clock)
         lives.restarts()
-        await one.reported()
+        await one.wait_until_reported()
         await two.read()
         lives.breaks("a")
-        await one.reported()
+        await one.wait_until_reported()
 
         async def both_know() -> bool:
             return all(tenants_at_deaths(each) == [{"a", "b"}] for each in (one, two))

@@ -157,7 +157,7 @@ def leave(quarantine: Quarantine, record: EngineRecord, tenant: str) -> None:
 def restart(quarantine: Quarantine, record: EngineRecord, clock: Clock) -> None:
     """Let an engine report another instance than before."""
     clock.now += ONE_DEATH_SECONDS
-    record.on_end = quarantine.ended
+    record.on_end = quarantine.note_instance_death
     record.observe_state(EngineState(instance=f"{clock.now}"), 0)
 
 
@@ -236,7 +236,7 @@ async def test_detached_requests_count_if_the_dead_engine_disappears(health: Hea
     async def check(_: EngineRecord) -> None: ...
 
     registry = Registry(discover, cast(Any, check))
-    registry.on_end = quarantine.ended
+    registry.on_end = quarantine.note_instance_death
     for number in range(2):
         listed.append(parse_address(f"http://engine-{number}:1"))
         await registry.poll()

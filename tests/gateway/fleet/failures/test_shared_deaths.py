@@ -131,7 +131,7 @@ async def test_all_processes_wait_for_one_that_the_reporting_process_did_not_kno
             for url in ("http://one:1", "http://two:1"):
                 processes.clock.now += ONE_DEATH_SECONDS
                 await processes.die(one, url, instance=f"of {url}")
-            await two.reported()
+            await two.wait_until_reported()
             assert [is_quarantined(each) for each in (one, two)] == [False, False]
 
             async def all_know() -> bool:
@@ -154,7 +154,7 @@ async def test_a_process_answers_no_deaths_before_its_start(any_redis: Any):
                 return bool(late._deaths.recent())
 
             await until(knows)
-            await late.reported()
+            await late.wait_until_reported()
             assert late._unsent == {}
             assert await any_redis.xlen(one._shared._key) == reports
             assert late._deaths.recent()[0].is_complete
@@ -169,7 +169,7 @@ async def test_a_tenants_quarantine_is_counted_after_the_last_answer(any_redis: 
             await processes.die(one, f"http://e{number}:1", prompt=f"{number // 2}")
             if number != 3:
                 await still.read()
-                await still.reported()
+                await still.wait_until_reported()
                 await one.read()
         assert processes.counted == ["request"]
         await still.read()

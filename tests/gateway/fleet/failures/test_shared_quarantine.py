@@ -83,7 +83,7 @@ class Processes:
         record = engine(at, others=1, **{tenant: 1})
         record.state.instance = instance
         note_death(quarantine, record, tenant, **body)
-        await quarantine.reported()
+        await quarantine.wait_until_reported()
         for each in self.alive:
             await each.read()
 
@@ -153,7 +153,7 @@ async def test_processes_do_not_report_a_death_again_and_again(any_redis: Any):
 
         await until(both_know)
         for _ in range(5):
-            await asyncio.gather(one.read(), two.read(), one.reported(), two.reported())
+            await asyncio.gather(one.read(), two.read(), one.wait_until_reported(), two.wait_until_reported())
         shared = one._shared
         assert shared is not None
         # The death of a, the detached requests of c, and those of b, which the record of `die` does not have.
@@ -166,10 +166,10 @@ async def test_deaths_during_probes_at_two_processes_are_added_with_the_tenants_
         for number, (quarantine, url) in enumerate(((one, "http://one:1"), (two, "http://two:1")), 1):
             processes.clock.now += ONE_DEATH_SECONDS
             quarantine.died(engine(url, others=1, a=1), "a", named([suspect]))
-            await quarantine.reported()
+            await quarantine.wait_until_reported()
             other = two if quarantine is one else one
             note_death(other, engine(url, b=1), "b")
-            await other.reported()
+            await other.wait_until_reported()
             for each in processes.alive:
                 await each.read()
                 assert [death.tenants for death in each.deaths(suspect)] == number * [{"a", "b"}]
@@ -200,7 +200,7 @@ async def test_a_quarantine_that_two_processes_report_is_counted_once(any_redis:
             processes.clock.now += ONE_DEATH_SECONDS
             for each in (one, two):
                 note_death(each, engine(url, a=1), "a")
-            await asyncio.gather(one.reported(), two.reported())
+            await asyncio.gather(one.wait_until_reported(), two.wait_until_reported())
 
         await until(partial(processes.have_counted, "request"))
         for _ in range(3):

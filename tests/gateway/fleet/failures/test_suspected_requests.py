@@ -36,7 +36,7 @@ async def test_a_request_runs_apart_from_the_tenants_of_its_deaths_until_it_has_
     assert await quarantine.suspicion("a", (), NamedBody(BODY)) == ({"b"}, 2)
     assert await apart(quarantine, prompt="another") == set()
     assert await apart(quarantine, tenant="b") == set()
-    await quarantine.clear("a", (), NamedBody(BODY))
+    await quarantine.note_survived("a", (), NamedBody(BODY))
     assert await apart(quarantine) == set()
     die(quarantine, clock, engine(a=1, b=1))
     assert await apart(quarantine) == {"b"}, "it kills engines only sometimes"
