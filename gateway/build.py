@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from gateway.alerts.build import Alerts, build_alerts
-from gateway.api.adapters.handlers import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.adapters.handlers import AdapterIntake, Adapters, engine_limits, upload_rules
 from gateway.api.adapters.probes import ProbeRoutes
 from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
 from gateway.api.adapters.use import AdapterUseRoutes
@@ -43,7 +43,7 @@ from gateway.api.reports.audit import OwnAudit
 from gateway.api.reports.build import build_reports
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
-from gateway.api.uploads.checking import Served
+from gateway.api.uploads.checking import EngineLimits
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
@@ -171,13 +171,13 @@ def _build_intake(
         store=resources.store,
         rules=upload_rules(resources.settings),
         idempotency=idempotency,
-        served=partial(_served, resources, serving),
+        engine_limits=partial(_engine_limits, resources, serving),
         validation=validation,
     )
 
 
-def _served(resources: Resources, serving: Serving, base: str) -> Served:
-    return served(serving.registry.engines, resources.settings.max_lora_rank, base)
+def _engine_limits(resources: Resources, serving: Serving, base: str) -> EngineLimits:
+    return engine_limits(serving.registry.engines, resources.settings.max_lora_rank, base)
 
 
 def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> LeaseRecovery:

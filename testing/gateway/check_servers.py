@@ -4,10 +4,10 @@ import socket
 import subprocess
 from typing import ClassVar
 
-from gateway.api.uploads.checking import CheckServer
+from gateway.api.uploads.checking import CheckClient
 
 
-class KeptCheckServer(CheckServer):
+class KeptCheckClient(CheckClient):
     """A client whose process outlives it, if no check runs. spare: the process and its control socket."""
 
     spare: ClassVar[tuple[subprocess.Popen[bytes], socket.socket] | None] = None
@@ -23,14 +23,14 @@ class KeptCheckServer(CheckServer):
     def close(self) -> None:
         process, control = self._process, self._control
         is_idle = process is not None and process.poll() is None and self._num_running == 0
-        if is_idle and control is not None and KeptCheckServer.spare is None:
+        if is_idle and control is not None and KeptCheckClient.spare is None:
             assert process is not None
-            KeptCheckServer.spare = process, control
+            KeptCheckClient.spare = process, control
             self._process = self._control = None
         super().close()
 
     def _start(self) -> None:
-        spare, KeptCheckServer.spare = KeptCheckServer.spare, None
+        spare, KeptCheckClient.spare = KeptCheckClient.spare, None
         if spare is None:
             super()._start()
             return
@@ -42,7 +42,7 @@ class KeptCheckServer(CheckServer):
 
 def end_spare() -> None:
     """End the process that no gateway uses."""
-    spare, KeptCheckServer.spare = KeptCheckServer.spare, None
+    spare, KeptCheckClient.spare = KeptCheckClient.spare, None
     if spare is not None:
         process, control = spare
         control.close()

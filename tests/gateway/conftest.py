@@ -25,7 +25,7 @@ from gateway.quota.quota import Quota
 from gateway.records.sql import database as database_module
 from gateway.records.sql.database import Database, migrate
 from gateway.redis.client import Client, connect
-from testing.gateway.check_servers import KeptCheckServer, end_spare
+from testing.gateway.check_servers import KeptCheckClient, end_spare
 from testing.gateway.cluster import valkey_cluster
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Client as TenantClient
@@ -99,7 +99,7 @@ def _check_servers_end() -> Iterator[None]:
 def _kept_check_server(_check_servers_end: None) -> Iterator[None]:
     """Keep the process that checks uploads for the next gateway; tests of that process override this fixture."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checking, "CheckServer", KeptCheckServer)
+        patch.setattr(checking, "CheckClient", KeptCheckClient)
         yield
 
 

@@ -21,7 +21,7 @@ from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
 from gateway.api.scopes import PRINCIPAL
 from gateway.api.uploads.blocking_calls import BlockingCalls
-from gateway.api.uploads.checking import Candidates, Checked, Checker, Served
+from gateway.api.uploads.checking import Candidates, Checked, Checker, EngineLimits
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
@@ -82,7 +82,7 @@ class AdapterIntake:
         store: AdapterStore,
         rules: UploadRules,
         idempotency: Idempotency,
-        served: Callable[[str], Served],
+        engine_limits: Callable[[str], EngineLimits],
         validation: Validation,
     ) -> None:
         self._catalog = catalog
@@ -91,7 +91,7 @@ class AdapterIntake:
         self._rules = rules
         self.max_bytes = rules.max_bytes
         self._idempotency = idempotency
-        self._checker = Checker(rules.max_bytes, served)
+        self._checker = Checker(rules.max_bytes, engine_limits)
         self.copies = Copies()
         self.disk_calls, self.store_calls = BlockingCalls("upload-disk"), BlockingCalls("upload-store")
 
@@ -365,7 +365,7 @@ def upload_rules(settings: Settings) -> UploadRules:
     )
 
 
-def served(engines: Sequence[EngineRecord], max_rank: int | None, base: str) -> Served:
+def engine_limits(engines: Sequence[EngineRecord], max_rank: int | None, base: str) -> EngineLimits:
     """Return the largest rank and adapter size that the engines of a base model (its id) serve.
 
     max_rank: the operator's setting, which takes precedence over the engines' rank. An engine that reports no rank may
@@ -373,7 +373,7 @@ def served(engines: Sequence[EngineRecord], max_rank: int | None, base: str) -> 
     """
     states = [engine.state for engine in engines if engine.base == base and engine.takes_adapters]
     served_rank = max((state.max_lora_rank or DEFAULT_MAX_RANK for state in states), default=DEFAULT_MAX_RANK)
-    return Served(
+    return EngineLimits(
         max_rank=max_rank or served_rank,
         max_adapter_bytes=max((state.max_adapter_bytes for state in states), default=0),
     )

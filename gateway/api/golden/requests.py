@@ -25,7 +25,7 @@ from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.dispatch import AttemptLog, Fleet
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.service_meter import Reported
-from gateway.fleet.queueing.waiting import LAST_TENANT
+from gateway.fleet.queueing.waiting import CHECKS_PRIORITY
 from gateway.metrics import Metrics
 from gateway.records.adapters.catalog import Model
 from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt
@@ -34,7 +34,7 @@ from wire.deadlines import MAX_PRIORITY
 from wire.headers import RECEIPT_HEADER
 from wire.model_names import version_name
 
-# Priority of free requests among the tenant's own requests. Their priority among tenants is LAST_TENANT.
+# Priority of free requests among the tenant's own requests. Their priority among tenants is CHECKS_PRIORITY.
 LAST_OWN = MAX_PRIORITY
 MAX_ANSWER_BYTES = 2**18
 
@@ -147,7 +147,7 @@ class GoldenRequests:
             payer = msgspec.structs.replace(payer, tenant=whole)
             account = await self._admission.reserve(payer, model, asked, question.endpoint, request_id, arrived)
             return await self._answer_billed(call, account)
-        last = msgspec.structs.replace(tenant, priority=LAST_TENANT)
+        last = msgspec.structs.replace(tenant, priority=CHECKS_PRIORITY)
         call = msgspec.structs.replace(call, tenant=last, body={**asked.body, "priority": LAST_OWN})
         try:
             async with while_allowed(self._auth, None, arrived, self._request_timeout):

@@ -49,7 +49,7 @@ REFUSED_SECONDS = 1.5
 KILL_SECONDS = 5.0
 
 
-class Served(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The largest rank and the largest adapter, in bytes of host memory (0: unknown), that a base's engines serve."""
 
     max_rank: int
@@ -67,7 +67,9 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
-    """Base models that an upload may belong to, at least one. closed: names of those that take no adapters."""
+    """Base models that an upload may belong to, at least one. closed: names of further base models, which
+    take no adapters.
+    """
 
     bases: Sequence[Base]
     closed: Sequence[str] = ()
@@ -76,19 +78,19 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 class Checker:
     """Runner of checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
-    def __init__(self, max_bytes: int, served: Callable[[str], Served]) -> None:
-        """served: returns the limits of a base model's engines, by its id."""
+    def __init__(self, max_bytes: int, engine_limits: Callable[[str], EngineLimits]) -> None:
+        """engine_limits: returns the limits of a base model's engines, by its id."""
         self._max_bytes = max_bytes
-        self._served = served
+        self._engine_limits = engine_limits
         self._limiter, self._busy = ConcurrencyLimiter(TENANTS_CHECKS), ConcurrencyLimiter(BUSY_CHECKS)
         self._operators = ConcurrencyLimiter(OPERATORS_CHECKS)
         # CPU time of all checks, and of those whose upload was refused.
         self._used, self._refused = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
-        self._server = CheckServer()
+        self._client = CheckClient()
 
     def close(self) -> None:
         """End the process that forks the checks."""
-        self._server.close()
+        self._client.close()
 
     async def check(self, place: Workplace, owner: str, candidates: Candidates) -> Checked:
         """Unpack and check the upload in the workplace, and find its base model. owner: a tenant's id, or OPERATOR.
@@ -128,7 +130,7 @@ class Checker:
         }
         began, cpu_used, failure, is_refused = time.monotonic(), None, None, True
         try:
-            code, out = await self._server.run(json.dumps(job).encode(), seconds)
+            code, out = await self._client.run(json.dumps(job).encode(), seconds)
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
             failure = None if code == 0 else _failed(code, out)
@@ -148,7 +150,7 @@ class Checker:
         return Checked(folder=folder / PREPARED, **{**answer, "base": base})
 
     def _describe(self, base: Base) -> dict[str, Any]:
-        return msgspec.to_builtins(base.shape) | msgspec.to_builtins(self._served(base.id))
+        return msgspec.to_builtins(base.shape) | msgspec.to_builtins(self._engine_limits(base.id))
 
     def _refusal(self, answer: dict[str, Any]) -> Exception:
         kind = answer["refused"]
@@ -161,7 +163,7 @@ class Checker:
         return AdapterError(answer["field"], answer["message"])
 
 
-class CheckServer:
+class CheckClient:
     """Client of the process that forks the checks (`adapters.check_server`). The first check starts the process, and
     the next check restarts it if it has died.
     """

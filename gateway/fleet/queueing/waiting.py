@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from wire.deadlines import PRIORITY_S
 
 # Priority of the gateway's own checks, after all tenants' (0 to 9). It never ages.
-LAST_TENANT = 10
+CHECKS_PRIORITY = 10
 
 
 class Waiter(Protocol):
@@ -192,4 +192,6 @@ class _Rank(Generic[W]):
 
     def level(self, now: float) -> int:
         """Return the priority after ageing."""
-        return self.priority if self.priority >= LAST_TENANT else self.priority - int((now - self.since) / PRIORITY_S)
+        if self.priority >= CHECKS_PRIORITY:
+            return self.priority
+        return self.priority - int((now - self.since) / PRIORITY_S)

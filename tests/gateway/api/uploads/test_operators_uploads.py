@@ -7,7 +7,7 @@ import pytest
 
 from adapters.spool import Spool
 from gateway.api.uploads.blocking_calls import EACH, THREADS
-from gateway.api.uploads.checking import TENANTS_CHECKS, CheckServer
+from gateway.api.uploads.checking import TENANTS_CHECKS, CheckClient
 from testing.gateway.running import Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.api.uploads.test_resumable import ARCHIVE, begin, put
@@ -16,9 +16,9 @@ OF_ACME = "/admin/api/tenants/acme"
 
 
 async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    run, goes_on, held = CheckServer.run, asyncio.Event(), 0
+    run, goes_on, held = CheckClient.run, asyncio.Event(), 0
 
-    async def hold(self: CheckServer, job: bytes, seconds: float) -> tuple[int, bytes]:
+    async def hold(self: CheckClient, job: bytes, seconds: float) -> tuple[int, bytes]:
         nonlocal held
         if held < TENANTS_CHECKS:
             held += 1
@@ -28,7 +28,7 @@ async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkey
     async def all_places_are_held() -> bool:
         return held == TENANTS_CHECKS
 
-    monkeypatch.setattr(CheckServer, "run", hold)
+    monkeypatch.setattr(CheckClient, "run", hold)
     tenants = [await gateway.tenant(name) for name in ("acme", "globex", "initech")]
     waiting = [asyncio.create_task(push(tenant, "theirs", files())) for tenant in tenants]
     try:

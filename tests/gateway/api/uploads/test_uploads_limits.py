@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adapters.check import ARCHIVE
-from gateway.api.uploads.checking import CheckServer
+from gateway.api.uploads.checking import CheckClient
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
 from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files, push, tarred
@@ -82,11 +82,11 @@ async def test_too_large_a_file(tmp_path: Path):
         "cpu_seconds": 10,
         "seconds": 60,
     }
-    server = CheckServer()
+    client = CheckClient()
     try:
-        code, out = await server.run(json.dumps(job).encode(), 60.0)
+        code, out = await client.run(json.dumps(job).encode(), 60.0)
     finally:
-        server.close()
+        client.close()
     answer = json.loads(out)
     assert (code, answer["refused"], answer["field"]) == (0, "too_large", "file")
     assert max(file.stat().st_size for file in os.scandir(tmp_path)) == 1 << 20
@@ -134,13 +134,13 @@ async def test_expensive_refusals_of_a_tenant_end_its_checks_for_a_while(
 
 
 async def test_a_full_store_does_not_count_as_a_refusal(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    async def full(self: CheckServer, job: bytes, seconds: float) -> tuple[int, bytes]:
+    async def full(self: CheckClient, job: bytes, seconds: float) -> tuple[int, bytes]:
         return 1, b"ENOSPC"
 
     monkeypatch.setattr("gateway.api.uploads.checking.REFUSED_SECONDS", 1e-9)
     acme = await gateway.tenant("acme")
     with monkeypatch.context() as patch:
-        patch.setattr(CheckServer, "run", full)
+        patch.setattr(CheckClient, "run", full)
         for _ in range(2):
             got = await push(acme, "mine", files())
             assert (got.status, got.error["code"]) == (503, "adapter_store_full"), got.body

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.api.adapters.handlers import DEFAULT_MAX_RANK
-from gateway.api.adapters.handlers import served as served_by
+from gateway.api.adapters.handlers import DEFAULT_MAX_RANK, engine_limits
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.records.bases.base import FIRST
@@ -171,7 +170,7 @@ def test_a_server_that_names_no_rank_may_take_the_usual_ones_whatever_another_re
         return EngineRecord(address, state=EngineState(max_lora_rank=max_rank))
 
     def largest(*servers: EngineRecord, setting: int | None = None) -> int:
-        return served_by(servers, setting, FIRST).max_rank
+        return engine_limits(servers, setting, FIRST).max_rank
 
     assert largest(server(16), server(0)) == DEFAULT_MAX_RANK
     assert largest(server(16), server(128)) == 128

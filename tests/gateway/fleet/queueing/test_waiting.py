@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.fleet.queueing.service_counters import ServiceCounters
-from gateway.fleet.queueing.waiting import LAST_TENANT, Waiting
+from gateway.fleet.queueing.waiting import CHECKS_PRIORITY, Waiting
 from wire.deadlines import PRIORITY_S
 
 
@@ -40,7 +40,7 @@ class Twin:
 
     def order(self, line: list[Waiter]) -> tuple[float, float, int]:
         priority = line[0].priority
-        aged = self.waited[priority] // PRIORITY_S if priority != LAST_TENANT else 0
+        aged = self.waited[priority] // PRIORITY_S if priority != CHECKS_PRIORITY else 0
         return priority - aged, self.counters.counter(line[0].tenant_id), min(each.arrival for each in line)
 
     def lines(self, tenants: set[str]) -> list[list[Waiter]]:
@@ -61,7 +61,7 @@ class Twin:
 TENANTS = ("acme", "globex", "initech")
 tenants = st.sampled_from(TENANTS)
 STEPS = st.one_of(
-    st.tuples(st.just("add"), tenants, st.sampled_from([0, 1, 5, 9, LAST_TENANT]), st.integers(0, 3)),
+    st.tuples(st.just("add"), tenants, st.sampled_from([0, 1, 5, 9, CHECKS_PRIORITY]), st.integers(0, 3)),
     st.tuples(st.just("charge"), tenants, st.integers(-2, 4)),
     st.tuples(st.just("exchange"), st.lists(st.integers(0, 5), min_size=3, max_size=3)),
     st.tuples(st.just("pass"), st.integers(0, 25)),
@@ -172,7 +172,7 @@ def test_a_client_that_times_out_and_tries_again_gets_its_turn():
 
 def test_the_gateways_own_checks_never_age():
     crowd = Crowd()
-    crowd.come("checks", LAST_TENANT)
+    crowd.come("checks", CHECKS_PRIORITY)
     crowd.run(500)
     assert set(crowd.admitted) == {0}
 
