@@ -79,7 +79,7 @@ def engines(number: int, chance: random.Random) -> list[EngineRecord]:
     found = []
     for i in range(number):
         record = EngineRecord(Address(f"http://engine-{i}:8000"), condition=Condition(Health.UP), slots=SLOTS)
-        record.foreign_load = int(chance.gauss(0.8 * SLOTS, 4))
+        record.other_gateways_load = int(chance.gauss(0.8 * SLOTS, 4))
         record.state = EngineState(adapter_pages_total=2 * RESIDENT)
         record.observe_resident(digest_of(chance.randrange(ADAPTERS)) for _ in range(RESIDENT))
         found.append(record)

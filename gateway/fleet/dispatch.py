@@ -219,7 +219,7 @@ class Fleet:
             if UNKNOWN_TENANTS in suspicion.others:
                 has_none = engine.serves_only(call.tenant.id)
             else:
-                has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(suspicion.others)
+                has_none = not engine.other_gateways_load and engine.requests.tenants.isdisjoint(suspicion.others)
             is_spare = self._isolation.allows(engine) and not self._isolation.is_last(call.model.base, engine)
             return has_none and is_spare and usable(engine)
 

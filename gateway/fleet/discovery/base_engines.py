@@ -111,7 +111,7 @@ def capacity_of(available: Sequence[EngineRecord]) -> Capacity | None:
     places = sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants)
     rooms = () if places else rooms_of(available)
     return Capacity(
-        places_for_process=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
+        places_for_process=sum(max(0, engine.max_in_flight - engine.other_gateways_load) for engine in available),
         ordered_places=places,
         unordered_places=sum(engine.max_in_flight for engine in available) - places,
         largest_ever=max(engine.max_sequences for engine in available),

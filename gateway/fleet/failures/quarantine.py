@@ -214,7 +214,7 @@ class Quarantine:
         instance = former or engine.state.instance
         # A connection may break, or be found broken, long after the first one. Its tenant was not there alone.
         tenants = tenants.union(*(death.reported for death in self._deaths.of_instance(engine.url, instance)))
-        has_others = bool(engine.foreign_load or engine.last_foreign_load)
+        has_others = bool(engine.other_gateways_load or engine.last_other_gateways_load)
         if has_others and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
         processes = list[str]()

@@ -39,7 +39,7 @@ class Clock:
 
 def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
     record = EngineRecord(parse_address(url))
-    record.foreign_load, record.requests.by_tenant = others, Counter(tenants)
+    record.other_gateways_load, record.requests.by_tenant = others, Counter(tenants)
     return record
 
 
