@@ -104,7 +104,7 @@ def choices(number: int) -> Iterator[Cost]:
 
     def sums() -> None:
         found = BaseEngines(fleet.engines)
-        _ = found.capacity, found.keeps_allowances, found.activated, found.digests, found.slots, found.processes
+        _ = found.capacity, found.keeps_allowances, found.activated, found.digests, found.slots, found.load_factor
 
     yield measured("sums over engines", size, number, sums)
     yield measured("index of holders", size, number, lambda: BaseEngines(fleet.engines).holders(""))

@@ -78,7 +78,7 @@ class BaseEngines:
         return sum(engine.slots for engine in self.available) / len(self.available) if self.available else 1.0
 
     @cached_property
-    def processes(self) -> float:
+    def load_factor(self) -> float:
         """Return the sequences of all gateway processes as a multiple of this process's."""
         own = sum(engine.requests.sequences for engine in self.available)
         return sum(engine.load for engine in self.available) / own if own else 1.0
