@@ -84,7 +84,7 @@ class Attempts:
             # A cancellation means that the client has left, or that the engine did not begin to answer in time.
             if isinstance(error, EngineGone) or (limit is not None and limit.expired()):
                 record = breaker.failed
-            if isinstance(error, EngineGone) and error.had_it:
+            if isinstance(error, EngineGone) and error.may_have_read:
                 self._died(engine, call, in_flight)
             raise
         except EngineRefused as refusal:
@@ -149,7 +149,7 @@ async def _until_abandoned(engine: EngineRecord, in_flight: InFlight, answer: Aw
     except TimeoutError as error:
         if not wait.expired():
             raise
-        raise EngineGone(had_it=in_flight.is_sent) from error
+        raise EngineGone(may_have_read=in_flight.is_sent) from error
 
 
 def _upstream_span(call: Call, engine: EngineRecord) -> AbstractContextManager[Span]:

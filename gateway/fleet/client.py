@@ -77,7 +77,7 @@ class EngineClient:
             response = await kind.send(engine, call)
         except (ClientOSError, ServerDisconnectedError, ConnectionError) as error:
             reason = f"a request failed: {network_reason(error)}"
-            raise EngineGone(had_it=not isinstance(error, ClientConnectorError), reason=reason) from error
+            raise EngineGone(may_have_read=not isinstance(error, ClientConnectorError), reason=reason) from error
         except HTTP_ERRORS as error:
             # A stream's response begins with its first token. A whole answer may take long without any fault.
             broken = not isinstance(error, TimeoutError) or call.is_stream
@@ -109,4 +109,4 @@ async def _read_report(call: Call, response: ClientResponse) -> Incoming:
     try:
         return await read_report(response, call.on_progress)
     except EngineBroke as error:
-        raise EngineGone(had_it=True, reason=error.message) from error
+        raise EngineGone(may_have_read=True, reason=error.message) from error

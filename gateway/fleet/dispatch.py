@@ -330,7 +330,7 @@ class Fleet:
                 response, in_flight = await held.enter_async_context(self._attempts.open(engine, posted, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
-            if not error.had_it:
+            if not error.may_have_read:
                 record.unsent()
                 return None
             record.lost()

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class EngineGone(Exception):
     """The engine could not be reached, or closed the connection before it answered. Another engine may be tried.
 
-    had_it: whether the engine may have read the request, so that the request may be the cause. reason: why the engine
-    counts as down; None if it does not.
+    may_have_read: whether the engine may have read the request, so that the request may have made the engine die.
+    reason: why the engine counts as down; None if it does not.
     """
 
-    def __init__(self, had_it: bool, reason: str | None = None) -> None:
-        super().__init__(had_it)
-        self.had_it = had_it
+    def __init__(self, may_have_read: bool, reason: str | None = None) -> None:
+        super().__init__(may_have_read)
+        self.may_have_read = may_have_read
         self.reason = reason
 
 
@@ -48,8 +48,8 @@ class EngineRefused(Exception):
         self.unserved = unserved
 
     @property
-    def may_go_on(self) -> bool:
-        """Return whether the engine may go on with the request, because it gave no answer in time."""
+    def may_still_run(self) -> bool:
+        """Return whether the engine may still be working on the request, because it gave no answer in time."""
         return self.status is None
 
     @property

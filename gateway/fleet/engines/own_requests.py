@@ -241,11 +241,11 @@ class InFlight:
 
     @contextmanager
     def ending_with(self, *errors: type[Exception]) -> Iterator[None]:
-        """Note the request's end if the block raises one of these errors, unless its `may_go_on` is true."""
+        """Note the request's end if the block raises one of these errors, unless its `may_still_run` is true."""
         try:
             yield
         except errors as error:
-            self.has_ended = self.has_ended or not getattr(error, "may_go_on", False)
+            self.has_ended = self.has_ended or not getattr(error, "may_still_run", False)
             raise
 
     def free(self) -> None:

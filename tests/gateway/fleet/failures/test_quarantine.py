@@ -204,7 +204,7 @@ def test_a_detached_request_that_the_engine_survived_is_forgotten(clock: Clock, 
         request.end()
     assert not record.requests.tenants
     with pytest.raises(EngineGone), record.requests.count(None, "a") as request, request.ending_with(EngineGone):
-        raise EngineGone(had_it=False)
+        raise EngineGone(may_have_read=False)
     assert not record.requests.tenants
     with pytest.raises(EngineRefused), record.requests.count(None, "a") as request, request.ending_with(EngineRefused):
         raise EngineRefused(UpstreamFailed("no answer in time"))

@@ -33,8 +33,8 @@ def refused(error: type[GatewayError], status: int | None) -> Callable[[], Excep
 
 # Ends of an attempt without an answer, and whether its engine may have computed tokens.
 WITHOUT_ANSWER: dict[str, tuple[Callable[[], Exception], bool]] = {
-    "not reached": (lambda: EngineGone(had_it=False), False),
-    "died": (lambda: EngineGone(had_it=True), True),
+    "not reached": (lambda: EngineGone(may_have_read=False), False),
+    "died": (lambda: EngineGone(may_have_read=True), True),
     "withdrew": (lambda: EngineWithdrew(Unavailable("no"), 503), False),
     "unserved": (lambda: EngineRefused(BadRequest("no"), 400, unserved=True), False),
     "bad request": (refused(BadRequest, 400), False),
@@ -96,7 +96,7 @@ def test_an_attempt_without_an_answer_costs_a_prompt_that_may_be_computed(
 
 
 @pytest.mark.parametrize("posts", [(), (True, False)], ids=["first load", "load after a refused request"])
-@pytest.mark.parametrize("ends", [None, refused(UpstreamFailed, None), lambda: EngineGone(had_it=True)])
+@pytest.mark.parametrize("ends", [None, refused(UpstreamFailed, None), lambda: EngineGone(may_have_read=True)])
 def test_a_load_that_fails_or_is_left_costs_no_prompt(ends: Callable[[], Exception] | None, posts: tuple[bool, ...]):
     loading, tenant = Engine([], ends, posts), Tenant()
     tenant.serve(4036, [loading])
