@@ -69,9 +69,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
     version: release of the engine. adapters_host: adapters in its host memory; None if unchanged.
-    finds_adapters: whether a foreign server loads an adapter by itself when a request names its digest. adapters_only:
-    the reason, for operators, why it may give base-model requests an adapter's weights; it then gets none. reported:
-    the report as sent, without `adapters_host`, for operators.
+    finds_adapters: whether a foreign server loads an adapter by itself when a request names its digest. no_base_reason:
+    None, or the reason, for operators, why the engine gets no base-model requests: it may give them an adapter's
+    weights. reported: the report as sent, without `adapters_host`, for operators.
     """
 
     instance: str | None = None
@@ -96,7 +96,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     version: str | None = None
     base_digest: str | None = None
     finds_adapters: bool = False
-    adapters_only: str | None = None
+    no_base_reason: str | None = None
     tenants: list[TenantShare] = []
     preempted: list[Preempted] = []
     recent_steps: list[StepSecond] = []
@@ -210,7 +210,7 @@ class EngineRecord:
             return "drained: an operator drained it; `loraplex engine resume` sends requests again"
         if not self.breaker.allows_some:
             return "up, but its requests fail: its circuit breaker is open"
-        return f"up, for adapters only: {self.state.adapters_only}" if self.state.adapters_only else None
+        return f"up, for adapters only: {self.state.no_base_reason}" if self.state.no_base_reason else None
 
     def is_present(self, instance: str | None) -> bool:
         """Return whether `instance` is the one that reported last. None (unknown) counts as it."""
@@ -240,7 +240,7 @@ class EngineRecord:
         """Return whether a model's requests may run here: as `serves`, and within the engine's limits to adapters."""
         if not self.serves(model.binding):
             return False
-        return self.takes_adapters if model.adapters else not self.state.adapters_only
+        return self.takes_adapters if model.adapters else not self.state.no_base_reason
 
     def serves_only(self, tenant_id: str) -> bool:
         """Return whether no other tenant has a request here, running or detached, as far as this process knows."""
@@ -359,8 +359,8 @@ class EngineRecord:
         if self.condition.change(health, reason):
             if health is Health.UP:
                 log.info("engine %s is up", self.url)
-                if self.state.adapters_only:
-                    log.warning("engine %s gets no base-model requests: %s", self.url, self.state.adapters_only)
+                if self.state.no_base_reason:
+                    log.warning("engine %s gets no base-model requests: %s", self.url, self.state.no_base_reason)
             else:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)

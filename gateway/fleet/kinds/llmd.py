@@ -58,7 +58,7 @@ class Llmd(Vllm):
             "finds_adapters": True,
             "base_digest": server.base_digest,
             # Another server of the pool may have answered before.
-            "adapters_only": MIXES_BASE if server.mixes_base else engine.state.adapters_only,
+            "no_base_reason": MIXES_BASE if server.mixes_base else engine.state.no_base_reason,
         }
         return reported_state(state)
 

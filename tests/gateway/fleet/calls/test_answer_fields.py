@@ -206,7 +206,7 @@ async def test_the_choices_of_a_large_answer_are_not_read(
 
 
 # Fields of a state that the gateway sets itself, for other kinds of engines and for operators.
-OWN_FIELDS = {"finds_adapters", "adapters_only", "reported"}
+OWN_FIELDS = {"finds_adapters", "no_base_reason", "reported"}
 
 
 def test_the_gateway_reads_only_fields_that_our_engine_sends():
