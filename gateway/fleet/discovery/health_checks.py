@@ -33,7 +33,7 @@ class HealthChecks:
         self._bases = bases
         self._instances = Lookups(self._read_instance)
 
-    async def __call__(self, engine: EngineRecord) -> None:
+    async def check(self, engine: EngineRecord) -> None:
         """Check the engine and update its record. Raises no network errors."""
         kind = self._kinds[engine.address.traits.name]
         if not await self._is_alive(engine, kind):

@@ -24,10 +24,10 @@ POLL_SECONDS = 1.0
 UNREAD_SECONDS = 30.0
 
 
-class Watch(Protocol):
+class EngineChecks(Protocol):
     """Updates of engines' records; gateway/fleet/discovery/health_checks.py implements it."""
 
-    async def __call__(self, engine: EngineRecord) -> None:
+    async def check(self, engine: EngineRecord) -> None:
         """Check the engine."""
 
     async def running_instance(self, engine: EngineRecord) -> str | None:
@@ -50,11 +50,11 @@ class Registry:
     """
 
     def __init__(
-        self, discover: Callable[[], Awaitable[Iterable[Address]]], watch: Watch, silence_patience: float = 300.0
+        self, discover: Callable[[], Awaitable[Iterable[Address]]], checks: EngineChecks, silence_patience: float = 300.0
     ) -> None:
         self._discover = discover
         self._silence_patience = silence_patience
-        self._watch = watch
+        self._checks = checks
         # Called with an engine whose instance has died: it reports another one, or has ended and is no longer listed.
         self.on_end: Callable[[EngineRecord], None] = lambda _: None
         # Called with an engine and the instance that answered with another adapter than the request's.
@@ -158,13 +158,13 @@ class Registry:
         absent = [each for each in self._engines.values() if each.base == base and each.drained is None]
         # An engine that is about to sleep or to serve looks draining or down for a moment.
         urls = {each.address.wake for each in absent if each.address.wake is not None and not each.is_up}
-        found = await asyncio.gather(*(self._watch.wake(url) for url in urls))
+        found = await asyncio.gather(*(self._checks.wake(url) for url in urls))
         seconds = [each for each in found if each is not None]
         return BaseAsleep(min(seconds)) if seconds else otherwise
 
     async def still_runs(self, engine: EngineRecord, instance: str) -> bool:
         """Ask an engine, beside its own task, whether it is this instance. Returns False if it does not answer now."""
-        return await self._watch.running_instance(engine) == instance
+        return await self._checks.running_instance(engine) == instance
 
     @property
     def _watched(self) -> dict[str, EngineRecord]:
@@ -174,7 +174,7 @@ class Registry:
     async def poll(self) -> None:
         """Discover engines, and check once each of them and of the dropped ones that are watched."""
         await self._discover_engines()
-        await asyncio.gather(*(self._watch(engine) for engine in self._watched.values()))
+        await asyncio.gather(*(self._checks.check(engine) for engine in self._watched.values()))
 
     async def watch(self, changed: Callable[[], None]) -> None:
         """Discover and watch engines until cancelled. Run it as a task.
@@ -197,12 +197,12 @@ class Registry:
 
     async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
         """Check the engine, follow its state stream to the end, and check it again at once."""
-        await self._watch(engine)
+        await self._checks.check(engine)
         self._abandon_silent(engine)
         changed()
-        if engine.is_up and await self._watch.follow(engine, changed):
+        if engine.is_up and await self._checks.follow(engine, changed):
             self._abandon_silent(engine)
-            await self._watch(engine)
+            await self._checks.check(engine)
             changed()
 
     def _merged(self, changed: Callable[[], None]) -> Callable[[], None]:

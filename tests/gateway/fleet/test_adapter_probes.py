@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -41,7 +42,7 @@ class Engines:
         async def check(engine: EngineRecord) -> None:
             engine.base = Binding().base
 
-        registry = Registry(discover, cast(Any, check))
+        registry = Registry(discover, cast(Any, SimpleNamespace(check=check)))
         await registry.poll()
         self.all = {each.url: each for each in registry.engines}
         self.kept: set[str] = set()

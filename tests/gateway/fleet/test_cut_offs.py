@@ -38,7 +38,7 @@ async def test_broken_answers_share_a_check_that_changes_nothing(starts_servers:
     async with Counting().serving() as upstream, ClientSession() as session:
         upstream = cast(Counting, upstream)
         checks, engine = HealthChecks(session, kinds_of(session), only(BASE_MODEL)), record(upstream.url)
-        await checks(engine)
+        await checks.check(engine)
         assert engine.is_up
         upstream.mute, upstream.num_checks = True, 0
         first = [asyncio.create_task(checks.running_instance(engine)) for _ in range(100)]
@@ -57,7 +57,7 @@ async def test_only_an_instance_that_is_reported_now_counts(starts_servers: None
     async with Counting().serving() as upstream, ClientSession() as session:
         upstream = cast(Counting, upstream)
         checks, engine = HealthChecks(session, kinds_of(session), only(BASE_MODEL)), record(upstream.url)
-        await checks(engine)
+        await checks.check(engine)
         assert await checks.running_instance(engine) == "one"
         upstream.instance = "two"
         assert await checks.running_instance(engine) == "two"

@@ -135,14 +135,14 @@ async def test_engines_come_and_go_without_a_restart():
     async def discover() -> list[Address]:
         return listed
 
-    class Watch:
-        async def __call__(self, engine: EngineRecord) -> None:
+    class Checks:
+        async def check(self, engine: EngineRecord) -> None:
             engine.mark_up()
 
         async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
             return False
 
-    registry = Registry(discover, Watch())
+    registry = Registry(discover, Checks())
     await registry.poll()
     stays, goes = registry.engines
     listed = [listed[0], Address("http://c")]
@@ -160,11 +160,11 @@ async def test_sums_over_a_large_fleet_are_kept_for_a_moment_and_those_over_a_sm
     async def discover() -> list[Address]:
         return listed
 
-    class Watch:
-        async def __call__(self, engine: EngineRecord) -> None:
+    class Checks:
+        async def check(self, engine: EngineRecord) -> None:
             engine.mark_up()
 
-    registry = Registry(discover, cast(Any, Watch()))
+    registry = Registry(discover, cast(Any, Checks()))
     await registry.poll()
     large = registry.of_base(FIRST)
     assert large.engines == registry.engines
@@ -194,8 +194,8 @@ async def test_reports_of_a_large_fleet_are_merged(number: int):
     async def discover() -> list[Address]:
         return engines
 
-    class Watch:
-        async def __call__(self, engine: EngineRecord) -> None:
+    class Checks:
+        async def check(self, engine: EngineRecord) -> None:
             engine.mark_up()
 
         async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
@@ -210,7 +210,7 @@ async def test_reports_of_a_large_fleet_are_merged(number: int):
         nonlocal calls
         calls += 1
 
-    registry = Registry(discover, cast(Any, Watch()))
+    registry = Registry(discover, cast(Any, Checks()))
     watching = asyncio.create_task(registry.watch(changed))
 
     async def done() -> bool:

@@ -161,7 +161,7 @@ class World:
     async def _discover(self) -> list[Address]:
         return self.listed
 
-    async def __call__(self, engine: EngineRecord) -> None:
+    async def check(self, engine: EngineRecord) -> None:
         self.checks += 1
         if engine.url == "http://two:1":
             engine.mark_up()

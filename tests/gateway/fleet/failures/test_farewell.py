@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -34,7 +35,7 @@ async def registry_of(*engines: EngineRecord) -> Registry:
 
     async def check(_: EngineRecord) -> None: ...
 
-    registry = Registry(discover, cast(Any, check))
+    registry = Registry(discover, cast(Any, SimpleNamespace(check=check)))
     await registry.poll()
     registry._engines = {each.url: each for each in engines}
     return registry

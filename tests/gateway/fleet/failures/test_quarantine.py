@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -235,7 +236,7 @@ async def test_detached_requests_count_if_the_dead_engine_disappears(health: Hea
 
     async def check(_: EngineRecord) -> None: ...
 
-    registry = Registry(discover, cast(Any, check))
+    registry = Registry(discover, cast(Any, SimpleNamespace(check=check)))
     registry.on_end = quarantine.note_instance_death
     for number in range(2):
         listed.append(parse_address(f"http://engine-{number}:1"))

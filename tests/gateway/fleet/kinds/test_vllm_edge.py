@@ -267,7 +267,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         engine = EngineRecord(address)
         kinds = kinds_of(session, tmp_path)
         checks = HealthChecks(session, kinds, only(BASE_MODEL))
-        await checks(engine)
+        await checks.check(engine)
         assert not engine.is_up
         # Only its other routes redirect.
         assert not await checks.follow(engine, lambda: None)
@@ -308,7 +308,7 @@ class Worker:
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, Vllm.traits, adapters=room, key=API_KEY))
         kinds = kinds_of(session, store, redis)
-        self.check = HealthChecks(session, kinds, only(BASE_MODEL))
+        self.check = HealthChecks(session, kinds, only(BASE_MODEL)).check
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
         self.adapters = vllm.adapters
