@@ -50,7 +50,10 @@ class Registry:
     """
 
     def __init__(
-        self, discover: Callable[[], Awaitable[Iterable[Address]]], checks: EngineChecks, silence_patience: float = 300.0
+        self,
+        discover: Callable[[], Awaitable[Iterable[Address]]],
+        checks: EngineChecks,
+        silence_patience: float = 300.0,
     ) -> None:
         self._discover = discover
         self._silence_patience = silence_patience

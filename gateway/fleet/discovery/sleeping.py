@@ -27,7 +27,7 @@ TIMEOUT = ClientTimeout(total=2.0)
 NOTICED_SECONDS = 1.5
 
 
-class Sleep(msgspec.Struct, frozen=True, kw_only=True):
+class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True):
     """A supervisor's report. seconds: time until the engines serve, if they are woken now. model, base_digest: as the
     engines report them.
     """
@@ -56,7 +56,7 @@ class Supervisors:
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session
         self._headers = {INTERNAL_TOKEN_HEADER: internal_token}
-        self._waking: dict[str, asyncio.Task[Sleep | None]] = {}
+        self._waking: dict[str, asyncio.Task[SupervisorReport | None]] = {}
 
     async def mark_if_asleep(self, engine: EngineRecord) -> bool:
         """Mark an unreachable engine as asleep if its supervisor says so. Return whether it is.
@@ -84,13 +84,13 @@ class Supervisors:
         found = await asyncio.shield(task)
         return None if found is None else max(1, math.ceil(found.seconds + NOTICED_SECONDS))
 
-    async def _call(self, method: str, url: str) -> Sleep | None:
+    async def _call(self, method: str, url: str) -> SupervisorReport | None:
         try:
             async with self._session.request(
                 method, url, headers=self._headers, timeout=TIMEOUT, allow_redirects=False
             ) as response:
                 if response.status == 200:
-                    return msgspec.json.decode(await response.read(), type=Sleep)
+                    return msgspec.json.decode(await response.read(), type=SupervisorReport)
                 problem = f"status {response.status}"
         except (*HTTP_ERRORS, msgspec.MsgspecError) as error:
             problem = type(error).__name__

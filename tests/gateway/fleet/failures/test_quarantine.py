@@ -302,7 +302,7 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
         for each in engines:
             each.refuses = False
         await gateway.engines_up(2)
-        assert (await acme.complete()).error["code"] == "request_suspected", "each engine may still have the detached ones"
+        assert (await acme.complete()).error["code"] == "request_suspected", "each engine may still have detached ones"
         monkeypatch.setattr(own_requests, "SURVIVED_SECONDS", 0.0)
         monkeypatch.setattr("gateway.fleet.failures.isolation.WAIT_SECONDS", 60.0)
         assert (await acme.complete()).status == 200
