@@ -70,7 +70,7 @@ class RuntimeAdapters:
         self._verified = VerifiedFiles()
         self._api = api
         self._threads = FairThreads(FILE_THREADS, "adapter-files", max_pending=0, max_pending_per_tenant=0)
-        self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
+        self._progress: WeakKeyDictionary[EngineRecord, _LoadsInProgress] = WeakKeyDictionary()
 
     async def ensure(
         self,
@@ -88,9 +88,9 @@ class RuntimeAdapters:
         it must be loaded. Raises the protocol's BadRequest for an activated LoRA, RankNotServed, UpstreamFailed,
         ClientError, OSError, TimeoutError.
         """
-        moving = self._moving.setdefault(engine, _Moving())
+        progress = self._progress.setdefault(engine, _LoadsInProgress())
         self._uses.note(engine.url, digest, tenant_id)
-        while (unload := moving.unloads.get(digest)) is not None:
+        while (unload := progress.unload_events.get(digest)) is not None:
             # The load must not overtake the unload in flight.
             await unload.wait()
         if again:
@@ -98,14 +98,14 @@ class RuntimeAdapters:
         elif engine.state.finds_adapters:
             engine.resident |= {digest}
         if digest not in engine.resident:
-            moving.check(digest)
-            load = moving.loads.get(digest)
+            progress.check(digest)
+            load = progress.loads.get(digest)
             if load is None:
-                load = moving.loads[digest] = Load()
-                load.task = asyncio.create_task(self._load_in_turn(engine, digest, load, tenant_id, moving))
-                load.task.add_done_callback(lambda done: moving.ended(digest, done))
+                load = progress.loads[digest] = Load()
+                load.task = asyncio.create_task(self._load_in_turn(engine, digest, load, tenant_id, progress))
+                load.task.add_done_callback(lambda done: progress.ended(digest, done))
             await load.wait(on_sent)
-        await self._make_room(engine, moving)
+        await self._make_room(engine, progress)
 
     def note_running(self, engine: EngineRecord) -> None:
         """Record a use of each adapter that requests of this process use now.
@@ -119,24 +119,26 @@ class RuntimeAdapters:
 
     def refused_above(self, engine: EngineRecord) -> int:
         """Return the largest rank that the server takes, by its refusal of a larger one; 0 without a refusal."""
-        moving = self._moving.get(engine)
-        return 0 if moving is None else moving.max_rank
+        progress = self._progress.get(engine)
+        return 0 if progress is None else progress.max_rank
 
     def forget_failures(self, engine: EngineRecord) -> None:
         """Forget what refusals of loads have shown, because another server may run now."""
-        if (moving := self._moving.get(engine)) is not None:
-            moving.max_rank = 0
-            moving.failures.clear()
+        if (progress := self._progress.get(engine)) is not None:
+            progress.max_rank = 0
+            progress.failures.clear()
 
     async def _load_in_turn(
-        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, moving: "_Moving"
+        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, progress: "_LoadsInProgress"
     ) -> None:
         """Load an adapter beside at most TENANT_LOADS - 1 others of the tenant on the server."""
-        async with moving.turn(tenant_id):
+        async with progress.turn(tenant_id):
             if load.waiting:
-                await self._load(engine, digest, load, tenant_id, moving)
+                await self._load(engine, digest, load, tenant_id, progress)
 
-    async def _load(self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, moving: "_Moving") -> None:
+    async def _load(
+        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, progress: "_LoadsInProgress"
+    ) -> None:
         with ExitStack() as stack:
             try:
                 opened = partial(stack.enter_context, self._verified.use(self._store, digest))
@@ -145,7 +147,7 @@ class RuntimeAdapters:
                 raise FilesMissing("The files of the adapter are missing from the adapter store.") from error
             except AdapterError as error:
                 damaged = UpstreamFailed("The adapter in the adapter store is damaged.")
-                raise moving.failed(digest, damaged) from error
+                raise progress.failed(digest, damaged) from error
             if checkpoint.manifest.invocation:
                 # These servers ignore the field, and would apply the adapter to all tokens.
                 raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens).")
@@ -159,51 +161,51 @@ class RuntimeAdapters:
             status, answer = await self._post(engine, self._api.load, body)
         if not self._api.is_loaded(status, answer, body["lora_name"]):
             log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, _message(answer))
-            raise moving.failed(digest, self._failure(status, answer, moving))
+            raise progress.failed(digest, self._failure(status, answer, progress))
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
 
-    def _failure(self, status: int, answer: bytes, moving: "_Moving") -> GatewayError:
+    def _failure(self, status: int, answer: bytes, progress: "_LoadsInProgress") -> GatewayError:
         """Return the error of a load that the server refused, and note the largest rank that its answer names."""
         pattern = self._api.rank_refusal
         named = pattern.search(answer) if pattern is not None else None
         if named is None:
             return UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
-        moving.max_rank = int(named[1])
+        progress.max_rank = int(named[1])
         return RankNotServed(
-            f"model: the adapter's rank is larger than {moving.max_rank}, the largest that this engine serves.",
+            f"model: the adapter's rank is larger than {progress.max_rank}, the largest that this engine serves.",
             param="model",
         )
 
-    async def _make_room(self, engine: EngineRecord, moving: "_Moving") -> None:
+    async def _make_room(self, engine: EngineRecord, progress: "_LoadsInProgress") -> None:
         """If the server holds more adapters than its limit and some are idle, wait for the unloading in progress and
         one more.
 
         The second begins after this request's load. Further ones make room for loads of others.
         """
         for _ in range(2):
-            unloading = self._unloading(engine, moving)
-            if unloading is None:
+            surplus_task = self._surplus_task(engine, progress)
+            if surplus_task is None:
                 return
             # A client that leaves must not end it, or such clients would fill the server.
-            await asyncio.shield(unloading)
+            await asyncio.shield(surplus_task)
 
-    def _unloading(self, engine: EngineRecord, moving: "_Moving") -> "asyncio.Task[None] | None":
+    def _surplus_task(self, engine: EngineRecord, progress: "_LoadsInProgress") -> "asyncio.Task[None] | None":
         """Return the task that unloads the surplus, and start it unless it runs. Return None without a surplus."""
-        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
+        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, progress):
             return None
-        if moving.unloading is None:
-            moving.unloading = asyncio.create_task(self._unload_surplus(engine, moving))
-        return moving.unloading
+        if progress.surplus_task is None:
+            progress.surplus_task = asyncio.create_task(self._unload_surplus(engine, progress))
+        return progress.surplus_task
 
-    async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
+    async def _unload_surplus(self, engine: EngineRecord, progress: "_LoadsInProgress") -> None:
         """Unload adapters beyond the server's limit, whichever gateway loaded or used them."""
         try:
             uses = await self._uses.all(engine.url)
             surplus = max(0, len(engine.resident) - engine.address.adapters)
-            for digest in victims(self._idle(engine, moving), engine.resident, uses, surplus):
+            for digest in victims(self._idle(engine, progress), engine.resident, uses, surplus):
                 engine.resident -= {digest}
-                with moving.unload(digest):
+                with progress.unload(digest):
                     try:
                         body = {"lora_name": self._api.name(digest)}
                         status, answer = await self._post(engine, self._api.unload, body)
@@ -213,13 +215,13 @@ class RuntimeAdapters:
                     reason = _message(answer)
                     log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
         finally:
-            moving.unloading = None
+            progress.surplus_task = None
         # Adapters may have been loaded meanwhile, and the clients that would unload others for them may have left.
-        self._unloading(engine, moving)
+        self._surplus_task(engine, progress)
 
-    def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
+    def _idle(self, engine: EngineRecord, progress: "_LoadsInProgress") -> list[str]:
         return [
-            each for each in engine.resident if not engine.requests.by_digest.get(each) and each not in moving.loads
+            each for each in engine.resident if not engine.requests.by_digest.get(each) and each not in progress.loads
         ]
 
     async def _post(self, engine: EngineRecord, path: str, body: dict[str, str]) -> tuple[int, bytes]:
@@ -268,13 +270,17 @@ class Load:
             on_sent()
 
 
-class _Moving:
-    """Running loads and unloads of a server. unloading: unloads the surplus; None while nothing does."""
+class _LoadsInProgress:
+    """Running loads and unloads of a server, and what its refusals of loads have shown.
+
+    unload_events: set at the end of each running unload, by digest. surplus_task: unloads the adapters beyond the
+    server's limit; None if it does not run.
+    """
 
     def __init__(self) -> None:
         self.loads: dict[str, Load] = {}
-        self.unloads: dict[str, asyncio.Event] = {}
-        self.unloading: asyncio.Task[None] | None = None
+        self.unload_events: dict[str, asyncio.Event] = {}
+        self.surplus_task: asyncio.Task[None] | None = None
         # The largest rank that the server takes, by its refusal of a larger one; 0: unknown.
         self.max_rank = 0
         self.failures = BoundedDict[str, tuple[float, GatewayError]](MAX_FAILURES)
@@ -302,11 +308,11 @@ class _Moving:
 
     @contextmanager
     def unload(self, digest: str) -> Iterator[None]:
-        gone = self.unloads[digest] = asyncio.Event()
+        gone = self.unload_events[digest] = asyncio.Event()
         try:
             yield
         finally:
-            del self.unloads[digest]
+            del self.unload_events[digest]
             gone.set()
 
     def ended(self, digest: str, load: "asyncio.Task[None]") -> None:

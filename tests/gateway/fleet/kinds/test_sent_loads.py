@@ -84,7 +84,7 @@ class Server(Vllm):
         return step in self.steps
 
     async def loads(self) -> bool:
-        return any(moving.loads for moving in self.adapters._moving.values())
+        return any(progress.loads for progress in self.adapters._progress.values())
 
     async def loads_nothing(self) -> bool:
         return not await self.loads()
