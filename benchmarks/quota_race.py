@@ -28,7 +28,7 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.errors import RateLimited
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.money.prices import Price
@@ -97,8 +97,8 @@ class Gateway:
             prompt, completion = random.randint(1, 60), random.randint(1, 120)
             self._write("asked", who.tenant.name)
             try:
-                need = Need(prompt, completion, price=PRICE)
-                taken = await self._quota.acquire(who, MODEL, random.randbytes(16).hex(), need)
+                size = RequestSize(prompt, completion, price=PRICE)
+                taken = await self._quota.acquire(who, MODEL, random.randbytes(16).hex(), size)
             except RateLimited:
                 self._write("refused", who.tenant.name)
                 await asyncio.sleep(random.uniform(0, 0.01))

@@ -15,7 +15,7 @@ HEADROOM = 4
 MIN_HELD = 2 * ASK_TOKENS
 
 
-class Need(msgspec.Struct, frozen=True, gc=False):
+class RequestSize(msgspec.Struct, frozen=True, gc=False):
     """Size and price of a request, from its body and its model.
 
     prompt_tokens: tokens of all prompts together. max_tokens: limit of each of `choices` answers. grows: whether only
@@ -37,7 +37,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts to reserve on the limits for a request.
 
     step: the granted completion is a multiple of it. expected: the completion tokens, for all choices together, that
-    the token rates hold at first; None to hold all of `max_tokens`. The other fields are those of Need.
+    the token rates hold at first; None to hold all of `max_tokens`. The other fields are those of RequestSize.
     """
 
     tenant_id: str

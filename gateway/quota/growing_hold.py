@@ -90,7 +90,7 @@ class Pace:
 
     def grown(self, grown: Grown, now: float) -> None:
         """Apply the answer to a growth."""
-        self.allowed = max(self.allowed, grown.allowed)
+        self.allowed = max(self.allowed, grown.usable_tokens)
         self._again = now + RETRY_SECONDS if grown.field else 0.0
 
 

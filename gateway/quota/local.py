@@ -34,12 +34,12 @@ class Acquired(msgspec.Struct, frozen=True, gc=False):
 
 
 class Grown(msgspec.Struct, frozen=True, gc=False):
-    """Answer to `grow`. allowed: the total of tokens that may be used. wait: ms until the denied part could be granted.
+    """Answer to `grow`. usable_tokens: the total of tokens that may be used. wait: ms until the denied part could be granted.
 
     field: the field of the exceeded limit, empty if everything was granted.
     """
 
-    allowed: int
+    usable_tokens: int
     wait: int
     field: str
 

@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.errors import Unavailable
-from gateway.quota.demand import Demand, Need
+from gateway.quota.demand import Demand, RequestSize
 from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
@@ -31,7 +31,7 @@ from gateway.quota.remaining_limits import Remaining, read_remaining
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.store import QuotaStore
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
-from gateway.quota.usage_backfill import UNKNOWN, Past, UsageBackfill
+from gateway.quota.usage_backfill import UNKNOWN, LedgerSums, UsageBackfill
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
 from gateway.redis import sweeps
@@ -61,7 +61,7 @@ class Quota:
         lease_seconds: float,
         fallback: Mapping[str, Mode] = CLOSED,
         on_admitted_without_redis: Callable[[str], None] = lambda mode: None,
-        past: Past | None = None,
+        past: LedgerSums | None = None,
         check: Check = "warn",
     ) -> None:
         """on_admitted_without_redis: called with "open" or "local" for each request that is admitted without Redis.
@@ -119,7 +119,7 @@ class Quota:
         principal: TenantPrincipal,
         model: Model | str,
         request_id: str,
-        need: Need,
+        size: RequestSize,
         note: Mapping[str, Any] | None = None,
     ) -> Reservation:
         """Reserve a request on every limit of the tenant, the key and the model, or on none.
@@ -130,14 +130,14 @@ class Quota:
         demand = Demand(
             tenant_id=tenant.id,
             request_id=request_id,
-            prompt_tokens=need.prompt_tokens,
-            max_tokens=need.max_tokens,
-            choices=need.choices,
-            step=need.choices if tenant.on_token_limit == "shorten" else max(1, need.max_tokens * need.choices),
-            price=need.price,
-            currency=need.currency,
-            by_default=need.by_default,
-            expected=self._holds.expected(tenant.id, model, need.max_tokens, need.choices) if need.grows else None,
+            prompt_tokens=size.prompt_tokens,
+            max_tokens=size.max_tokens,
+            choices=size.choices,
+            step=size.choices if tenant.on_token_limit == "shorten" else max(1, size.max_tokens * size.choices),
+            price=size.price,
+            currency=size.currency,
+            by_default=size.by_default,
+            expected=self._holds.expected(tenant.id, model, size.max_tokens, size.choices) if size.grows else None,
         )
         check_possible(limits, demand)
         return await self._take(limits, demand.within(limits), msgspec.json.encode(note or {}), model)

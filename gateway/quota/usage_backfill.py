@@ -32,7 +32,7 @@ HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 Script = Callable[..., Awaitable[Any]]
 
 
-class Past(Protocol):
+class LedgerSums(Protocol):
     """Usage sums from the ledger, implemented by `gateway.records.past_usage.UsagePast`. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int: ...
@@ -49,7 +49,8 @@ class Past(Protocol):
 
 
 class Used(NamedTuple):
-    """Usage before a given time. counted: the part that still counts against the limit. days: for a rolling budget, the
+    """Usage before a given time. counted: the part that still counts against the limit. total: all usage before
+    that time. days: for a rolling budget, the
     costs of its days, the oldest first.
     """
 
@@ -61,7 +62,7 @@ class Used(NamedTuple):
 class UsageBackfill:
     """Backfill of lost usage. script: `QuotaStore.script`. past: None without a ledger, so without earlier usage."""
 
-    def __init__(self, script: Script, past: Past | None) -> None:
+    def __init__(self, script: Script, past: LedgerSums | None) -> None:
         self._script = script
         self._past = past
         # (tenant id, field, time) -> the running backfill. All requests that need it wait for the same task.

@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.redis.client import Client
@@ -13,7 +13,7 @@ async def take(quota: Quota, who: Any, tokens: int = 1, **options: Any) -> Reser
     """Reserve a request of this many tokens, all of them completion."""
     request_id = options.pop("request_id", None) or uuid.uuid4().hex
     model, note = options.pop("model", "base"), options.pop("note", None)
-    return await quota.acquire(who, model, request_id, Need(0, tokens, **options), note)
+    return await quota.acquire(who, model, request_id, RequestSize(0, tokens, **options), note)
 
 
 async def settle(quota: Quota, reservation: Reservation, tokens: int, cost: int = 0, **options: Any) -> bytes | None:

@@ -22,7 +22,7 @@ from gateway.billing.targets import target_of
 from gateway.errors import REQUEST_ID, RateLimited, Unavailable
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.records.adapters.catalog import Catalog, Model
 from gateway.records.adapters.mixtures import names_in, resolve_model
@@ -147,7 +147,7 @@ class Admission:
                 principal,
                 model,
                 request_id,
-                Need(
+                RequestSize(
                     asked.prompt_tokens * weights.prompt,
                     asked.max_tokens,
                     choices=asked.choices * weights.completion,

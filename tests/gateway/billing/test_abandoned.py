@@ -17,7 +17,7 @@ from gateway.billing.charges import TokenRateWeights
 from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.lease_data import lease_data, leased_versions
 from gateway.billing.recovery import abandoned_row, find_outcome
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, LeaseProgress, Reservation
 from gateway.records.adapters.catalog import Model
@@ -138,7 +138,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
             tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
             who = TenantPrincipal(key_id="k", tenant=tenant)
             note = lease_data(who, "completions", Model(name="base", digest=None), FREE, TokenRateWeights())
-            await dead.acquire(who, "base", "orphan", Need(PROMPT_TOKENS, 20), note)
+            await dead.acquire(who, "base", "orphan", RequestSize(PROMPT_TOKENS, 20), note)
             await dead.close()
         await until(lambda: has_used(gateway, 1), 60)
         [used] = await heir.usage()
@@ -162,7 +162,7 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
                 for part in ("leases", "usage", "quota", "held"):
                     await redis.set(f"loraplex:{{broken{number}}}:{part}", "not of this kind")
             dead, who = Quota(redis, 5.0, 0.6), principal(tenant={"max_concurrent": 1})
-            await dead.acquire(who, "base", "unreadable", Need(3, 20), {"written": "by nobody we know"})
+            await dead.acquire(who, "base", "unreadable", RequestSize(3, 20), {"written": "by nobody we know"})
             await dead.close()
 
             async def is_set_aside() -> bool:

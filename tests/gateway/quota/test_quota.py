@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import BadRequest, RateLimited, Unavailable
-from gateway.quota.demand import Demand, Need
+from gateway.quota.demand import Demand, RequestSize
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
@@ -116,24 +116,24 @@ async def test_headers_tell_of_a_days_tokens_where_fewer_are_left_of_them(quota:
 async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(limit: str, quota: Quota):
     who = principal(tenant={limit: 10_000}, on_token_limit="shorten")
     price = Price(output=1_000_000)
-    whole = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 9000, price=price))
+    whole = await quota.acquire(who, "base", uuid.uuid4().hex, RequestSize(0, 9000, price=price))
     assert (whole.max_tokens, "x-loraplex-max-tokens" in whole.headers) == (9000, False)
-    short = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 700, choices=2, price=price))
+    short = await quota.acquire(who, "base", uuid.uuid4().hex, RequestSize(0, 700, choices=2, price=price))
     # A tenant regains 167 tokens a second of a minute's.
     regained = 150 if limit == "tokens_per_minute" else 0
     assert 500 <= short.max_tokens <= 500 + regained
     assert (short.tokens, short.headers["x-loraplex-max-tokens"]) == (2 * short.max_tokens, str(short.max_tokens))
-    need = Need(1000, 700, price=Price(input=10**6, output=10**6))
+    size = RequestSize(1000, 700, price=Price(input=10**6, output=10**6))
     with pytest.raises(RateLimited, match=r"(needed 1001, remaining \d+|may cost 0\.001001, [\d.]+ is left)\."):
-        await quota.acquire(who, "base", uuid.uuid4().hex, need)
+        await quota.acquire(who, "base", uuid.uuid4().hex, size)
 
 
 async def test_choices_are_granted_evenly_or_not_at_all(quota: Quota):
     who = principal(tenant={"max_concurrent_tokens": 107}, on_token_limit="shorten")
-    taken = await quota.acquire(who, "base", "a", Need(7, 50, choices=3))
+    taken = await quota.acquire(who, "base", "a", RequestSize(7, 50, choices=3))
     assert (taken.max_tokens, taken.tokens) == (33, 7 + 99)
     with pytest.raises(RateLimited):
-        await quota.acquire(who, "base", "b", Need(0, 50, choices=2))
+        await quota.acquire(who, "base", "b", RequestSize(0, 50, choices=2))
 
 
 async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota, redis: Client):

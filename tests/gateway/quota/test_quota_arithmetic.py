@@ -85,7 +85,7 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
             request_id, tokens, _ = held[index % len(held)]
             used, wanted = int(tokens * part), int(tokens * more)
             grown = twin.grow("", request_id, used, wanted, script.now)
-            assert script.grow(request_id, used, wanted) == (grown and (grown.allowed, grown.wait, grown.field))
+            assert script.grow(request_id, used, wanted) == (grown and (grown.usable_tokens, grown.wait, grown.field))
         elif held:
             index, part, counts = rest
             request_id, tokens, cost = held[index % len(held)]

@@ -23,7 +23,7 @@ from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited, Unavailable
 from gateway.limits.kinds import BUDGET, BY_LETTER
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.usage_backfill import DAY, HOUR, still_counted
@@ -77,7 +77,7 @@ async def quota_of(server: Server, database: Database, *fallback: str) -> AsyncI
 
 
 async def take(quota: Quota, who: TenantPrincipal, tokens: int) -> Any:
-    return await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, tokens, price=PRICE))
+    return await quota.acquire(who, "base", uuid.uuid4().hex, RequestSize(0, tokens, price=PRICE))
 
 
 async def flush(server: ValkeyServer) -> None:
@@ -258,7 +258,7 @@ class Gateways:
         request_id, tokens = uuid.uuid4().hex, self.random.randint(1, 100)
         self.running[request_id] = tokens
         try:
-            taken = await quota.acquire(who, "base", request_id, Need(0, tokens, price=PRICE))
+            taken = await quota.acquire(who, "base", request_id, RequestSize(0, tokens, price=PRICE))
             await asyncio.sleep(self.random.uniform(0, 0.02))
         except RateLimited:
             del self.running[request_id]

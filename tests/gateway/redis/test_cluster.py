@@ -15,7 +15,7 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
-from gateway.quota.demand import Need
+from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import usage
@@ -63,7 +63,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
         pass
     quota = Quota(redis, timeout=5.0, lease_seconds=600)
     who = principal(tenant_id=tenant_id, tenant={"max_concurrent": 1})
-    running_on = await quota.acquire(who, "base", "a", Need(1, 1))
+    running_on = await quota.acquire(who, "base", "a", RequestSize(1, 1))
     cluster.copied()
     cluster.kill_first()
 
@@ -83,7 +83,7 @@ async def test_a_killed_node_loses_no_event_and_no_lease(
                 return False
 
         await until(settled, PATIENCE)
-        await quota.acquire(who, "base", "b", Need(1, 1))
+        await quota.acquire(who, "base", "b", RequestSize(1, 1))
     finally:
         moving.cancel()
         await asyncio.wait({moving})
