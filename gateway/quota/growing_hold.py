@@ -159,7 +159,7 @@ class Hold:
             if self.allowance is not None:
                 raise self.refused()
 
-    def cover_all_behind(self, failed: Callable[[RateLimited], None]) -> None:
+    def start_cover_all(self, failed: Callable[[RateLimited], None]) -> None:
         """Start `cover_all` in the background. Only the first call has an effect."""
         if self._covering is None:
             self._covering = asyncio.create_task(self._cover_all(failed))

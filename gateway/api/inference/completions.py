@@ -287,7 +287,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
             answering.response.close()
 
     if account.hold is not None:
-        account.hold.cover_all_behind(cut)
+        account.hold.start_cover_all(cut)
 
 
 def _trace(request: web.Request) -> dict[str, str]:
