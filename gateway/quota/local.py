@@ -34,9 +34,10 @@ class Acquired(msgspec.Struct, frozen=True, gc=False):
 
 
 class Grown(msgspec.Struct, frozen=True, gc=False):
-    """Answer to `grow`. usable_tokens: the total of tokens that may be used. wait: ms until the denied part could be granted.
+    """Answer to `grow`. usable_tokens: the total of tokens that may be used.
 
-    field: the field of the exceeded limit, empty if everything was granted.
+    wait: ms until the denied part could be granted. field: the field of the exceeded limit, empty if everything was
+    granted.
     """
 
     usable_tokens: int

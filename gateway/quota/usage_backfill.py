@@ -49,9 +49,8 @@ class LedgerSums(Protocol):
 
 
 class Used(NamedTuple):
-    """Usage before a given time. counted: the part that still counts against the limit. total: all usage before
-    that time. days: for a rolling budget, the
-    costs of its days, the oldest first.
+    """Usage before a given time. counted: the part that still counts against the limit. total: all usage before that
+    time. days: for a rolling budget, the costs of its days, the oldest first.
     """
 
     counted: float

@@ -8,7 +8,7 @@ import click
 from loraplex.commands.common import Gateway, admin_options, again, examples
 from loraplex.commands.output import json_option, print_json, print_table
 
-QUEUE_COLUMNS = ("time", "waiting", "inside")
+QUEUE_COLUMNS = ("time", "waiting", "on_engines")
 # Figures of a sample: column, field, and factor.
 FIGURES = (
     ("kv_%", "kv_used", 100),
@@ -92,7 +92,8 @@ def history(url: str | None, last: int, as_json: bool, gateway: Gateway) -> None
 
 def _sample(row: dict[str, Any]) -> dict[str, Any]:
     """Return a sample as a row of a table, with shares in percent."""
-    shown = row | {"time": datetime.fromtimestamp(row["at"], UTC).strftime("%H:%M:%S")}
+    at = datetime.fromtimestamp(row["at"], UTC).strftime("%H:%M:%S")
+    shown = row | {"time": at, "on_engines": row.get("inside")}
     for name, field, factor in FIGURES:
         value = row.get(field)
         shown[name] = None if value is None else f"{factor * value:.1f}"

@@ -11,7 +11,7 @@ from loraplex.commands.values import given
 RESIDENT_COLUMNS = ("digest", "requests/s", "engine", "place", "running", "versions")
 SHARE_COLUMNS = (
     *("tenant", "weight", "share_now", "due_now", "share_1h", "due_1h", "behind"),
-    *("inside", "waiting", "oldest_s", "wait_p50_s", "wait_p95_s"),
+    *("on_engines", "waiting", "oldest_s", "wait_p50_s", "wait_p95_s"),
 )
 PREEMPTION_COLUMNS = ("engine", "preempted", "for", "number")
 # Characters of a digest in a table, with its "sha256:".
@@ -72,10 +72,11 @@ def fairness(as_json: bool, gateway: Gateway) -> None:
 
 def _share(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        **{name: row[name] for name in ("tenant", "weight", "inside")},
+        **{name: row[name] for name in ("tenant", "weight")},
         **{f"{name}_now": _percent(row["now"][name]) for name in ("share", "due")},
         **{f"{name}_1h": _percent(row["hour"][name]) for name in ("share", "due")},
         "behind": row["is_behind"],
+        "on_engines": row["inside"],
         "waiting": row["waiting"] + row["waiting_on_engines"],
         **{f"{name}_s": _seconds(row[key]) for name, key in (("oldest", "oldest"), ("wait_p50", "p50"))},
         "wait_p95_s": _seconds(row["p95"]),
