@@ -23,7 +23,7 @@ from gateway.api.scopes import PRINCIPAL
 from gateway.api.uploads.blocking_calls import BlockingCalls
 from gateway.api.uploads.checking import Candidates, Checked, Checker, EngineLimits
 from gateway.api.uploads.copying import Copies
-from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.uploads.receiving import UploadNames, UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
 from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engines.engine import EngineRecord
@@ -109,7 +109,7 @@ class AdapterIntake:
         refuse_too_large(request, self._rules)
         await self._catalog.check_declared(caller.tenant, request.content_length or 0)
 
-        async def read_form(place: Workplace) -> Named:
+        async def read_form(place: Workplace) -> UploadNames:
             named = await receive(request, place, self._rules, received)
             self._catalog.check_name(named.name)
             caller.check_name(named.name)
@@ -121,7 +121,7 @@ class AdapterIntake:
         self,
         request: web.Request,
         caller: AdapterCaller,
-        receive: Callable[[Workplace], Awaitable[Named]],
+        receive: Callable[[Workplace], Awaitable[UploadNames]],
         upload_id: str | None = None,
         added: Callable[[], Awaitable[None]] | None = None,
     ) -> web.Response:
@@ -172,7 +172,7 @@ class AdapterIntake:
             raise BadRequest("base: no base model takes adapters at present.", param="base")
         return Candidates(bases=usable, closed=[each.name for each in shown if each.state != "active"])
 
-    async def _check(self, place: Workplace, caller: AdapterCaller, named: Named) -> Checked:
+    async def _check(self, place: Workplace, caller: AdapterCaller, named: UploadNames) -> Checked:
         """Check the upload. A refused one stays on record as a rejected version."""
         candidates = self.candidates(caller, named.base)
         try:

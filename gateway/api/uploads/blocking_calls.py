@@ -13,7 +13,7 @@ from gateway.api.requests.memory import OPERATOR
 from gateway.sharing.concurrency import ConcurrencyLimiter
 
 # Concurrent calls of tenants and of the operator; a tenant has two of them.
-THREADS, OPERATORS_THREADS, EACH = 4, 2, 2
+THREADS, OPERATORS_THREADS, MAX_PER_TENANT = 4, 2, 2
 T = TypeVar("T")
 
 
@@ -23,7 +23,7 @@ class BlockingCalls:
     def __init__(self, name: str) -> None:
         """name: that of the threads."""
         self._threads = ThreadPoolExecutor(THREADS + OPERATORS_THREADS, thread_name_prefix=name)
-        self._limiter = ConcurrencyLimiter(THREADS, EACH)
+        self._limiter = ConcurrencyLimiter(THREADS, MAX_PER_TENANT)
         self._operators = ConcurrencyLimiter(OPERATORS_THREADS, OPERATORS_THREADS)
 
     async def run(self, owner: str, do: Callable[..., T], *arguments: object) -> T:

@@ -24,7 +24,7 @@ from gateway.access.auth import Authenticator
 from gateway.api.adapters.caller import find_caller
 from gateway.api.adapters.handlers import AdapterIntake
 from gateway.api.uploads.copying import until_stopped
-from gateway.api.uploads.receiving import Named, UploadRules, Workplace, too_large
+from gateway.api.uploads.receiving import UploadNames, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, Forbidden, Unavailable
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
@@ -100,7 +100,7 @@ class Imports:
                 param="source",
             )
 
-        async def receive(received: ReceivedBytes, place: Workplace) -> Named:
+        async def receive(received: ReceivedBytes, place: Workplace) -> UploadNames:
             if prefix.startswith("hf://"):
                 await self._from_hub(place, prefix.removeprefix("hf://") + rest, received)
             else:
@@ -108,7 +108,7 @@ class Imports:
                 read = _objects(bucket, rest) if bucket else _folder(prefix, rest)
                 copy = partial(_copy, place.folder, read, self._rules.max_bytes, received)
                 await self._intake.copies.run(place, owner, copy)
-            return Named(name, request.query.get("base"))
+            return UploadNames(name, request.query.get("base"))
 
         return receive
 

@@ -60,7 +60,7 @@ class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
     grace_seconds: float = 30.0
 
 
-class Named(NamedTuple):
+class UploadNames(NamedTuple):
     """Names in an upload: the adapter's, and its base model's if it is given."""
 
     name: str
@@ -138,7 +138,7 @@ class Workplace:
         await asyncio.gather(*cls._closing, return_exceptions=True)
 
 
-async def receive(request: web.Request, place: Workplace, rules: UploadRules, received: ReceivedBytes) -> Named:
+async def receive(request: web.Request, place: Workplace, rules: UploadRules, received: ReceivedBytes) -> UploadNames:
     """Read the request's form into the workplace and return the adapter's names, unchecked.
 
     received: counts the body's bytes. Raises BadRequest naming the form's field, TooLarge, TooSlow, RateLimited.
@@ -219,7 +219,7 @@ class BodyReader:
         self._begun += time.monotonic() - begun
 
 
-async def _read_form(form: Form, place: Workplace, body: BodyReader) -> Named:
+async def _read_form(form: Form, place: Workplace, body: BodyReader) -> UploadNames:
     """Write the form's files under fixed names and return the names."""
     texts: dict[str, str] = {}
     seen: set[str] = set()
@@ -237,11 +237,11 @@ async def _read_form(form: Form, place: Workplace, body: BodyReader) -> Named:
     if "file" in seen:
         if seen & set(FILES):
             raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
-        return Named(**texts)
+        return UploadNames(**texts)
     for file in FILES:
         if file not in seen:
             raise BadRequest(f"Expected the file {file} in the upload.", param=file)
-    return Named(**texts)
+    return UploadNames(**texts)
 
 
 def _target(part: FormPart) -> str:

@@ -24,7 +24,7 @@ from gateway.api.adapters.caller import AdapterCaller, find_caller
 from gateway.api.adapters.handlers import AdapterIntake, storing
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
-from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, Named, UploadRules, Workplace, too_large
+from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadNames, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
 from gateway.process.background import run_to_end
 from gateway.process.reads import large_reads
@@ -137,14 +137,14 @@ class ResumableUploads:
         base = request.query.get("base")
         self._intake.candidates(caller, base)
 
-        async def receive(place: Workplace) -> Named:
+        async def receive(place: Workplace) -> UploadNames:
             join = partial(self._assemble, place, upload.id, parts)
             # The joined bytes count too: an upload that cannot be stored now may be completed again and again.
             await received.add(upload.num_bytes)
             found = await self._intake.copies.run(place, caller.owner, join)
             if found != upload.sha256:
                 raise BadRequest("The upload's content has another SHA-256 than declared.", param="sha256")
-            return Named(upload.name, base)
+            return UploadNames(upload.name, base)
 
         take, size = self._intake.take, upload.num_bytes
         async with caller.uploading(request, self._auth, self._quota, size=size, most=size) as received:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from adapters.spool import Spool
-from gateway.api.uploads.blocking_calls import EACH, THREADS
+from gateway.api.uploads.blocking_calls import MAX_PER_TENANT, THREADS
 from gateway.api.uploads.checking import TENANTS_CHECKS, CheckClient
 from testing.gateway.running import Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
@@ -60,7 +60,7 @@ async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway, monkeyp
     writing = [
         asyncio.create_task(push(tenant, f"number-{number}", files()))
         for tenant in (globex, initech)
-        for number in range(EACH)
+        for number in range(MAX_PER_TENANT)
     ]
     try:
         await until(all_are_blocked)
