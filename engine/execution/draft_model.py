@@ -73,7 +73,7 @@ class DraftModel:
         is_too_dear = not may_catch_up or num_behind * self._sizes.token_cost > num_left
         if is_too_dear and self._is_behind(num_behind):
             return []
-        return rates.chances(min(most, self._sizes.context - len(request.token_ids)), is_fresh=True)
+        return rates.chances(min(most, self._sizes.context - len(request.token_ids)), is_first=True)
 
     def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the chance of the next draft, which does not depend on the token in flight."""
@@ -105,9 +105,9 @@ class DraftModel:
         """Compare the last drafts with the request's tokens, and replace the twin's tokens by these."""
         twin, num_equal = follower.twin, follower.start
         for draft, token in zip(follower.drafts, request.token_ids[follower.start :], strict=False):
-            is_fresh = num_equal == follower.start
-            follower.rates.observe(draft == token, is_fresh=is_fresh)
-            shared.observe(draft == token, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
+            is_first = num_equal == follower.start
+            follower.rates.observe(draft == token, is_first=is_first)
+            shared.observe(draft == token, is_first=is_first, weight=ADAPTER_WEIGHT)
             if draft != token:
                 break
             num_equal += 1
@@ -151,7 +151,7 @@ class DraftModel:
         twin.token_ids += request.token_ids[request.num_prompt_tokens :]
         self.cache.start(twin, self.cache.find_prefix(twin))
         shared = self._rates.of(request)
-        return _Follower(twin, DraftAcceptance(shared.fresh, shared.next), len(twin.token_ids))
+        return _Follower(twin, DraftAcceptance(shared.first, shared.after_success), len(twin.token_ids))
 
     def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, list[int]]:
         """Run a pass. Return the twins' next tokens, of those whose tokens are all computed."""

@@ -17,21 +17,23 @@ class PromptLookup:
     Every token is compared with its prediction, whether a step computed it as a draft or not, so `rates` costs no step.
     """
 
-    __slots__ = ("_is_fresh", "_least", "_length", "_most", "_source", "_text", "rates")
+    __slots__ = ("_is_first", "_length", "_max_match", "_min_match", "_source", "_text", "rates")
 
-    def __init__(self, least: int, most: int, rates: DraftAcceptance) -> None:
-        """least, most: number of last tokens that must occur before, and that are compared."""
-        self._least, self._most = least, most
+    def __init__(self, min_match: int, max_match: int, rates: DraftAcceptance) -> None:
+        """min_match: number of last tokens that must occur earlier in the text. max_match: number of last tokens that
+        are compared at most.
+        """
+        self._min_match, self._max_match = min_match, max_match
         self._text = np.empty(0, np.int32)
         self._length = 0
         # Index of the predicted next token, -1 for none.
         self._source = -1
-        self._is_fresh = True
+        self._is_first = True
         self.rates = rates
 
     def follow(self, token_ids: Sequence[int]) -> list[tuple[bool, bool]]:
         """Take the tokens that were appended to the text since the last call. Return for each prediction whether it
-        came true, and whether it was fresh.
+        came true, and whether it was the first of several.
         """
         found: list[tuple[bool, bool]] = []
         new = token_ids[self._length :]
@@ -39,13 +41,13 @@ class PromptLookup:
             # Within the new tokens, the text is not stored yet.
             at = self._source - self._length
             is_true = bool(token == (new[at] if at >= 0 else self._text[self._source]))
-            found.append((is_true, self._is_fresh))
-            self.rates.observe(is_true, is_fresh=self._is_fresh)
+            found.append((is_true, self._is_first))
+            self.rates.observe(is_true, is_first=self._is_first)
             if not is_true:
                 self._source = -1
                 break
             self._source += 1
-            self._is_fresh = False
+            self._is_first = False
         self._append(new)
         return found
 
@@ -53,7 +55,7 @@ class PromptLookup:
         """Return whether the end of the text occurs before."""
         if self._source < 0:
             self._source = self._find()
-            self._is_fresh = True
+            self._is_first = True
         return self._source >= 0
 
     def propose(self, most: int) -> list[int]:
@@ -68,7 +70,7 @@ class PromptLookup:
 
     def chances(self, number: int) -> list[float]:
         """Return the probability that all of the first 1, 2, ... `number` proposed tokens come true."""
-        return self.rates.chances(number, is_fresh=self._is_fresh)
+        return self.rates.chances(number, is_first=self._is_first)
 
     def _append(self, token_ids: Sequence[int]) -> None:
         end = self._length + len(token_ids)
@@ -80,16 +82,16 @@ class PromptLookup:
         self._length = end
 
     def _find(self) -> int:
-        """Return the index after the last of the places with most equal tokens before it; -1 if fewer than `least` are
-        equal. It takes some 10 us, for 128k tokens 100 us.
+        """Return the index after the last of the places with most equal tokens before it; -1 if fewer than
+        `min_match` are equal. It takes some 10 us, for 128k tokens 100 us.
         """
         text, last = self._text, self._length - 1
         ends = np.flatnonzero(text[: max(last, 0)] == text[last])
         equal = 1
-        while equal < self._most and len(ends):
+        while equal < self._max_match and len(ends):
             inside = ends[ends >= equal]
             longer = inside[text[inside - equal] == text[last - equal]]
             if not len(longer):
                 break
             ends, equal = longer, equal + 1
-        return int(ends[-1]) + 1 if len(ends) and equal >= self._least else -1
+        return int(ends[-1]) + 1 if len(ends) and equal >= self._min_match else -1

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from engine.scheduling.draft_acceptance import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, DraftAcceptance
+from engine.scheduling.draft_acceptance import ADAPTER_WEIGHT, INITIAL_AFTER_SUCCESS, INITIAL_FIRST, DraftAcceptance
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.request import Request
 from wire.bounded_dict import BoundedDict
@@ -62,7 +62,7 @@ class SharedRates:
 
     def of(self, request: Request) -> DraftAcceptance:
         key = request.tenant_id, request.adapter_digest or ""
-        rates = self._rates.get(key) or DraftAcceptance(FIRST_FRESH, FIRST_NEXT)
+        rates = self._rates.get(key) or DraftAcceptance(INITIAL_FIRST, INITIAL_AFTER_SUCCESS)
         self._rates.put(key, rates)
         return rates
 
@@ -72,17 +72,21 @@ class PromptLookups:
 
     is_catching_up = False
 
-    def __init__(self, least: int, most: int) -> None:
-        """least, most: number of last tokens that must occur before, and that are compared."""
-        self._least, self._most = least, most
+    def __init__(self, min_match: int, max_match: int) -> None:
+        """min_match: number of last tokens that must occur earlier in the text. max_match: number of last tokens that
+        are compared at most.
+        """
+        self._min_match, self._max_match = min_match, max_match
         self._rates = SharedRates()
 
     def chances(self, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
         shared = self._rates.of(request)
         if request.lookup is None:
-            request.lookup = PromptLookup(self._least, self._most, DraftAcceptance(shared.fresh, shared.next))
-        for is_true, is_fresh in request.lookup.follow(request.token_ids):
-            shared.observe(is_true, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
+            request.lookup = PromptLookup(
+                self._min_match, self._max_match, DraftAcceptance(shared.first, shared.after_success)
+            )
+        for is_true, is_first in request.lookup.follow(request.token_ids):
+            shared.observe(is_true, is_first=is_first, weight=ADAPTER_WEIGHT)
         return request.lookup.chances(most) if most > 0 and request.lookup.find() else []
 
     def foresee(self, request: Request, *, may_catch_up: bool) -> float:

@@ -23,8 +23,8 @@ from testing.device_pools import EveryAdapter, Worker, pool_of
 from wire.errors import ConfigError
 
 
-def lookup(least: int = 2, most: int = 4) -> PromptLookup:
-    return PromptLookup(least, most, DraftAcceptance(0.5, 0.8))
+def lookup(min_match: int = 2, max_match: int = 4) -> PromptLookup:
+    return PromptLookup(min_match, max_match, DraftAcceptance(0.5, 0.8))
 
 
 def proposed(text: list[int], number: int = 3, **bounds: int) -> list[int]:
@@ -39,7 +39,7 @@ def test_the_tokens_after_the_longest_equal_end_are_proposed() -> None:
     assert proposed([2, 3, 4, 2, 3, 5, 2, 3]) == [5, 2, 3], "the last of equals"
     assert proposed([1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1], "beyond its end the text repeats itself"
     assert proposed([1, 2, 3, 9, 3]) == []
-    assert proposed([1, 2, 3, 9, 3], least=1) == [9, 3, 9]
+    assert proposed([1, 2, 3, 9, 3], min_match=1) == [9, 3, 9]
     assert proposed([5]) == []
 
 
@@ -67,10 +67,10 @@ def test_rates_follow_predictions_that_no_step_computed() -> None:
     for end in range(53, 90):
         assert found.propose(1) == [text[end - 1]]
         found.follow(text[:end])
-    assert found.rates.next > 0.99
-    assert found.chances(2) == [found.rates.next, found.rates.next**2]
+    assert found.rates.after_success > 0.99
+    assert found.chances(2) == [found.rates.after_success, found.rates.after_success**2]
     assert found.follow([*text[:89], 7]) == [(False, False)]
-    assert found.rates.next < 0.9
+    assert found.rates.after_success < 0.9
 
 
 def test_a_draft_is_planned_if_it_brings_more_than_it_costs() -> None:
