@@ -127,7 +127,7 @@ class Engine:
             seed = int(torch.randint(2**62, (), generator=self._seeds))
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         self._arrivals += 1
-        self.scheduler.add(Request(new, arrival=self._arrivals, seed=seed, stop_ids=stop_ids))
+        self.scheduler.add(Request(new, arrival_number=self._arrivals, seed=seed, stop_ids=stop_ids))
 
     @property
     def facts(self) -> EngineFacts:

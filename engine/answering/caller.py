@@ -29,6 +29,6 @@ class Caller:
     age: float = 0.0
 
     @property
-    def arrived(self) -> float:
+    def arrived_at(self) -> float:
         """Return the time of the request's arrival at the gateway, or here without one, on this machine's clock."""
         return self.received - self.age

@@ -161,7 +161,7 @@ class GenerationRoutes:
                 # The tenant's priority shifts all of its requests alike, so their order depends on the request's.
                 priority=caller.priority + (body.priority or 0),
                 ttft_target=body.ttft_target or caller.ttft_target,
-                arrived=caller.arrived,
+                arrived_at=caller.arrived_at,
                 cache_salt=salt,
                 prefix_keys=prompt_keys,
                 adapter_start=start,

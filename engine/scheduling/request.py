@@ -137,7 +137,7 @@ class NewRequest:
     ttft_target: wanted time to first token in seconds; orders the requests of one tenant. None: no target.
     cache_salt: separates the prefix cache further, within the tenant.
     prefix_keys: keys of the prompt's blocks, shared by its choices; if empty, the engine's thread computes them.
-    arrived: its arrival (`wire/deadlines.py`), in seconds of time.monotonic(); inf: when it enters the scheduler.
+    arrived_at: its arrival (`wire/deadlines.py`), in seconds of time.monotonic(); inf: when it enters the scheduler.
     """
 
     request_id: str
@@ -151,7 +151,7 @@ class NewRequest:
     cache_salt: str = ""
     prefix_keys: Sequence[bytes] = ()
     adapter_start: int = 0
-    arrived: float = math.inf
+    arrived_at: float = math.inf
 
     def check(self, max_model_len: int, vocab_size: int) -> None:
         """Raise BadRequest, naming the parameter, if the request could never run."""
@@ -190,8 +190,8 @@ class Request:
     is_plain: whether a step needs only its token: no mask, penalties or edits of logits, no log-probabilities.
     has_news: whether its next output may differ from its last one in more than the token. True unless it is plain and
         nothing else has changed since its last output.
-    turn: key that orders its tenant's waiting requests.
-    arrived: see `NewRequest`; its target counts from then.
+    order_key: key that orders its tenant's waiting requests.
+    arrived_at: see `NewRequest`; its target counts from then.
     queued_at: time at which it last began to wait here; what its tenant may take from others counts from then.
     planned_cost: cost of its part of the planned step, returned if the step is not executed (`Streams.take_cost`).
     num_paid: number of its first tokens that had been computed, and so paid for, at a preemption.
@@ -203,24 +203,24 @@ class Request:
     """
 
     __slots__ = (
-        "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks", "cache_salt",
-        "can_draft", "drafts", "edits", "edits_logits", "error", "error_param", "fault", "finish_reason", "has_news",
-        "is_plain", "logits", "logprobs", "lookup", "mask", "matcher", "max_num_tokens", "num_adapter_pages",
-        "num_cached_tokens", "num_computed", "num_drafted", "num_kept", "num_paid", "num_pending", "num_preemptions",
-        "num_prompt_tokens", "num_registered_blocks", "params", "planned_cost", "prefix_hit", "priority",
-        "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest", "started_at",
-        "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn", "weight",
+        "adapter_digest", "adapter_slot", "adapter_start", "arrival_number", "arrived_at", "block_hashes", "blocks",
+        "cache_salt", "can_draft", "drafts", "edits", "edits_logits", "error", "error_param", "fault", "finish_reason",
+        "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher", "max_num_tokens",
+        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_drafted", "num_kept", "num_paid", "num_pending",
+        "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "order_key", "params", "planned_cost",
+        "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed",
+        "served_digest", "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "weight",
     )  # fmt: skip
 
     def __init__(
         self,
         new: NewRequest,
         *,
-        arrival: int = 0,
+        arrival_number: int = 0,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """arrival: number of requests before this one. stop_ids: tokens that end the output."""
+        """arrival_number: number of requests before this one. stop_ids: tokens that end the output."""
         self.request_id = new.request_id
         self.params = new.params
         self.adapter_digest = new.adapter_digest
@@ -230,7 +230,7 @@ class Request:
         self.priority = new.priority
         self.ttft_target = new.ttft_target
         self.cache_salt = new.cache_salt
-        self.arrival = arrival
+        self.arrival_number = arrival_number
         self.seed = seed
         self.stop_ids = stop_ids
         self.token_ids = list(new.prompt_token_ids)
@@ -245,8 +245,8 @@ class Request:
         self.adapter_slot = -1
         self.num_adapter_pages = 0
         self.seat = -1
-        self.turn: tuple[int, float, int] = (1, 0.0, arrival)
-        self.arrived, self.queued_at, self.planned_cost = new.arrived, 0.0, 0.0
+        self.order_key: tuple[int, float, int] = (1, 0.0, arrival_number)
+        self.arrived_at, self.queued_at, self.planned_cost = new.arrived_at, 0.0, 0.0
         self.num_paid = self.num_kept = self.quantum_end = 0
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits
@@ -301,7 +301,7 @@ class Request:
     @property
     def due(self) -> float:
         """Return the time that orders the request within its tenant."""
-        return deadline(self.arrived, self.ttft_target, self.priority)
+        return deadline(self.arrived_at, self.ttft_target, self.priority)
 
     @property
     def had_quantum(self) -> bool:

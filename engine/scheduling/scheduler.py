@@ -100,7 +100,7 @@ class Scheduler:
         if request.adapter_digest is not None:
             self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
         now = self._clock()
-        request.arrived = min(request.arrived, now)
+        request.arrived_at = min(request.arrived_at, now)
         self.policy.enter(request, now, Nearness(self.adapters, self.cache).near_among)
 
     def schedule(self, *, may_draft: bool = True) -> Plan:

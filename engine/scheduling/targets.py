@@ -17,7 +17,7 @@ class TargetCounts:
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float]) -> None:
-        """clock: that of `Request.arrived`."""
+        """clock: that of `Request.arrived_at`."""
         self.num_met = self.num_missed = 0
         self._policy, self._clock = policy, clock
 
@@ -38,7 +38,7 @@ class TargetCounts:
             self._count(request, is_met=False)
 
     def _is_over(self, request: Request, target: float) -> bool:
-        return self._clock() - request.arrived > target
+        return self._clock() - request.arrived_at > target
 
     def _count(self, request: Request, *, is_met: bool) -> None:
         self.num_met += is_met

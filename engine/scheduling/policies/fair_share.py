@@ -18,7 +18,7 @@ from engine.scheduling.policies.policy import Nearness
 from engine.scheduling.policies.tenants import NearAmong, TenantPolicy, Tenants, every_adapter
 from engine.scheduling.request import Request
 
-_turn = attrgetter("turn")
+_order_key = attrgetter("order_key")
 _counter = itemgetter(0)
 # A tenant's turn: its counter, the arrival of its first request, its id.
 Turn = tuple[float, int, str]
@@ -66,11 +66,11 @@ class FairShare(TenantPolicy):
         if request.tenant_id != self._last_entered:
             self._shared_until = 0.0 if self._last_entered is None else now + SHARED_S
             self._last_entered = request.tenant_id
-        request.turn = (1, request.due, request.arrival)
+        request.order_key = (1, request.due, request.arrival_number)
         self._tenants.enter(request, now, near_among)
 
     def put_back(self, request: Request, now: float) -> None:
-        request.turn = (0, 0.0, request.arrival)
+        request.order_key = (0, 0.0, request.arrival_number)
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> "FairTurns":
@@ -80,7 +80,7 @@ class FairShare(TenantPolicy):
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
-        return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant_id), r.arrival))
+        return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant_id), r.arrival_number))
 
     def preemptible(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
@@ -107,7 +107,7 @@ class FairShare(TenantPolicy):
             and r.had_quantum
             and (is_idle or keeps_blocks or ahead[r.tenant_id] - 4 * r.num_computed / r.weight > threshold)
         ]
-        return sorted(streams, key=lambda r: (ahead[r.tenant_id], r.arrival), reverse=True)
+        return sorted(streams, key=lambda r: (ahead[r.tenant_id], r.arrival_number), reverse=True)
 
     def gives_way(self, tenant_id: str, claimant: str) -> bool:
         return self.counter(tenant_id) > self.counter(claimant)
@@ -148,8 +148,8 @@ class FairTurns:
         for request in in_progress:
             self._prompts.setdefault(request.tenant_id, []).append(request)
         for prompts in self._prompts.values():
-            prompts.sort(key=_turn, reverse=True)
-        self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
+            prompts.sort(key=_order_key, reverse=True)
+        self._running = [(tenants.counter(t), p[-1].arrival_number, t) for t, p in self._prompts.items()]
         heapify(self._running)
         # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
         self._waiting: list[Turn] | None = None
@@ -160,16 +160,19 @@ class FairTurns:
         # Number of requests returned by `next` whose adapter is off the device.
         self._num_far: Counter[str] = Counter()
         self._num_far_in_all = 0
-        # Tenants whose queues contain only requests for adapters on the device, and each tenant's last returned turn.
+        # Tenants whose queues contain only requests for adapters on the device, and the order key of each tenant's last
+        # returned request.
         self._near_only: set[str] = set()
-        self._last_turn: dict[str, tuple[int, float, int]] = {}
+        self._last_order_key: dict[str, tuple[int, float, int]] = {}
         self._keys: dict[Request, tuple[bool, bool]] = {}
         self._last: str | None = None
 
     def next(self, *, admits: bool) -> Request | None:
         if admits and self._waiting is None:
             self._waiting = [
-                (a.counter, a.queue[0].arrival, t) for t, a in self._tenants.waiting.items() if t not in self._prompts
+                (a.counter, a.queue[0].arrival_number, t)
+                for t, a in self._tenants.waiting.items()
+                if t not in self._prompts
             ]
             heapify(self._waiting)
         self._put_last_back()
@@ -182,7 +185,7 @@ class FairTurns:
             return None
         self._last = self._take_nearest()
         request = self._queues[self._last].pop()
-        self._last_turn[self._last] = request.turn
+        self._last_order_key[self._last] = request.order_key
         if self._nearness is not None and self._nearness.is_far(request):
             self._num_far[self._last] += 1
             self._num_far_in_all += 1
@@ -208,9 +211,9 @@ class FairTurns:
             return
         prompts = self._prompts.get(tenant_id)
         if prompts:
-            heappush(self._running, (self._tenants.counter(tenant_id), prompts[-1].arrival, tenant_id))
+            heappush(self._running, (self._tenants.counter(tenant_id), prompts[-1].arrival_number, tenant_id))
         elif self._waiting is not None and (queue := self._queue(tenant_id)):
-            heappush(self._waiting, (self._tenants.counter(tenant_id), queue[-1].arrival, tenant_id))
+            heappush(self._waiting, (self._tenants.counter(tenant_id), queue[-1].arrival_number, tenant_id))
 
     def _compare_least_served(self) -> None:
         """Move the least served tenants from the heap to `_compared`."""
@@ -257,9 +260,9 @@ class FairTurns:
         account = self._tenants.waiting.get(tenant_id)
         if account is None:
             return []
-        last, found = self._last_turn.get(tenant_id), list[Request]()
+        last, found = self._last_order_key.get(tenant_id), list[Request]()
         for adapter in nearness.near_among(account.by_adapter.keys()):
             requests = account.by_adapter[adapter]
-            start = 0 if last is None else bisect_right(requests, last, key=_turn)
+            start = 0 if last is None else bisect_right(requests, last, key=_order_key)
             found += requests[start : start + LOOKED_AT]
-        return sorted(found, key=_turn)[LOOKED_AT - 1 :: -1]
+        return sorted(found, key=_order_key)[LOOKED_AT - 1 :: -1]

@@ -12,14 +12,14 @@ from engine.scheduling.request import Request
 # Maximum number of waiting requests that a step considers.
 LOOKED_AT = 256
 
-_arrival = attrgetter("arrival")
+_arrival_number = attrgetter("arrival_number")
 
 
 class FirstCome(TenantPolicy):
     """Policy that serves requests in order of arrival and preempts none for fairness."""
 
     def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
-        request.turn = (0, 0.0, request.arrival)
+        request.order_key = (0, 0.0, request.arrival_number)
         self._tenants.enter(request, now, near_among)
 
     def put_back(self, request: Request, now: float) -> None:
@@ -31,7 +31,7 @@ class FirstCome(TenantPolicy):
         return ArrivalTurns(self._tenants, in_progress)
 
     def victim(self, running: Sequence[Request]) -> Request:
-        return max(running, key=_arrival)
+        return max(running, key=_arrival_number)
 
     def preemptible(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
@@ -53,7 +53,7 @@ class ArrivalTurns:
 
     def __init__(self, tenants: Tenants, in_progress: Iterable[Request]) -> None:
         self._tenants = tenants
-        self._prompts = sorted(in_progress, key=_arrival, reverse=True)
+        self._prompts = sorted(in_progress, key=_arrival_number, reverse=True)
         self._waiting: list[Request] | None = None
 
     def next(self, *, admits: bool) -> Request | None:
@@ -63,7 +63,7 @@ class ArrivalTurns:
             return None
         if self._waiting is None:
             queues = (account.queue for account in self._tenants.waiting.values())
-            self._waiting = list(islice(merge(*queues, key=_arrival), LOOKED_AT))[::-1]
+            self._waiting = list(islice(merge(*queues, key=_arrival_number), LOOKED_AT))[::-1]
         return self._waiting.pop() if self._waiting else None
 
     def pass_over(self) -> None:

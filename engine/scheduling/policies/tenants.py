@@ -20,7 +20,7 @@ ELSEWHERE_WAIT_S = 5.0
 # the credit that a request for an adapter without room earns for its tenant's others.
 BLOCKED_S = 5.0
 
-_turn = attrgetter("turn")
+_order_key = attrgetter("order_key")
 
 NearAmong = Callable[[Set[str | None]], Collection[str | None]]
 """Selects those of the adapters (None: the base model) whose requests can be served now."""
@@ -143,8 +143,8 @@ class Tenants:
         request.queued_at = now
         if not account.queue:
             account.waiting_since = now
-        insort(account.queue, request, key=_turn)
-        insort(account.by_adapter.setdefault(request.adapter_digest, []), request, key=_turn)
+        insort(account.queue, request, key=_order_key)
+        insort(account.by_adapter.setdefault(request.adapter_digest, []), request, key=_order_key)
         self.waiting_for.setdefault(request.adapter_digest, set()).add(account.tenant_id)
         self.waiting[account.tenant_id] = account
         self._num_waiting += 1
@@ -304,7 +304,7 @@ def _lead(account: ServiceAccount, least: Sequence[ServiceAccount]) -> float:
 
 def _delete(queue: list[Request], request: Request) -> None:
     """Remove a request from a list in order of turns."""
-    at = bisect_left(queue, request.turn, key=_turn)
+    at = bisect_left(queue, request.order_key, key=_order_key)
     while queue[at] is not request:
         at += 1
     del queue[at]

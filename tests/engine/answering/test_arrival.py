@@ -37,7 +37,7 @@ def scheduled(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[fl
 
     def recorded(request: Request) -> None:
         add(request)
-        arrivals.append(request.arrived)
+        arrivals.append(request.arrived_at)
 
     monkeypatch.setattr(scheduler, "add", recorded)
     return arrivals

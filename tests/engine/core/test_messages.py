@@ -32,7 +32,7 @@ def test_choices_share_their_prompt_on_the_wire_and_have_it_after():
     news = [
         NewRequest(
             f"r-{i}-{choice}", prompt, SamplingParams(seed=2**63 - 1 - choice, logit_bias={5: -1.5}), "d" * 64, "acme",
-            prefix_keys=keys, ttft_target=0.5, arrived=12.5,
+            prefix_keys=keys, ttft_target=0.5, arrived_at=12.5,
         )
         for i, prompt in enumerate(prompts)
         for choice in range(64)

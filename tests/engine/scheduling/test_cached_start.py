@@ -16,7 +16,7 @@ def request(name: str, first_token: int, arrival: int, max_tokens: int = 1) -> R
     """Return a request of the tenant `name`, with a prompt of 40 tokens: two blocks and a half."""
     prompt = list(range(first_token, first_token + 40))
     new = NewRequest(f"{name}-{arrival}", prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, name)
-    return Request(new, arrival=arrival)
+    return Request(new, arrival_number=arrival)
 
 
 def step(scheduler: Scheduler) -> list[str]:

@@ -46,7 +46,7 @@ class World:
     def ask(self, adapter: str, tenant_id: str = "acme") -> Request:
         self._arrivals += 1
         new = NewRequest(str(self._arrivals), [1, 2], SamplingParams(max_tokens=1), adapter, tenant_id)
-        request = Request(new, arrival=self._arrivals)
+        request = Request(new, arrival_number=self._arrivals)
         self.scheduler.add(request)
         return request
 

@@ -84,7 +84,7 @@ class Machine:
     ) -> None:
         params = SamplingParams(max_tokens=outputs, ignore_eos=True)
         tokens = [number * 5000 + i for i in range(prompt)]
-        request = Request(NewRequest(str(number), tokens, params, None, tenant_id, weight), arrival=number)
+        request = Request(NewRequest(str(number), tokens, params, None, tenant_id, weight), arrival_number=number)
         self.engine.add(request)
         self.arrived[request] = at
         if again:
@@ -279,12 +279,12 @@ def test_a_tenant_is_light_beside_twice_its_streams(own: int, others: int, is_li
     policy = make_policy(EngineConfig("m", fair_slack=0, preempt_behind=512, preempt_after=0.25))
     running = []
     for number, tenant_id in enumerate(["a"] * own + ["b"] * others):
-        request = Request(NewRequest(str(number), [1], SamplingParams(), None, tenant_id), arrival=number)
+        request = Request(NewRequest(str(number), [1], SamplingParams(), None, tenant_id), arrival_number=number)
         policy.enter(request, 0.0)
         policy.remove(request)
         request.seat = number
         running.append(request)
-    asked = Request(NewRequest("asked", [1], SamplingParams(), None, "a"), arrival=9)
+    asked = Request(NewRequest("asked", [1], SamplingParams(), None, "a"), arrival_number=9)
     policy.enter(asked, 0.0)
     assert policy.heavier(asked, running) == set(), "nobody is ahead yet"
     policy.add_service(running[-1], 1.0)

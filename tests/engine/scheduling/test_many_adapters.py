@@ -26,7 +26,8 @@ def make_scheduler(worker: Worker, max_tokens: int = 20) -> Scheduler:
     for i in range(WAITING):
         tenant_id, adapter = i % TENANTS, (i % TENANTS) * (ADAPTERS // TENANTS) + i // TENANTS % (ADAPTERS // TENANTS)
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        scheduler.add(Request(NewRequest(f"r{i}", [i, i + 1], params, f"a{adapter}", f"t{tenant_id}", 1.0), arrival=i))
+        new = NewRequest(f"r{i}", [i, i + 1], params, f"a{adapter}", f"t{tenant_id}", 1.0)
+        scheduler.add(Request(new, arrival_number=i))
     return scheduler
 
 

@@ -116,9 +116,9 @@ class World:
             asked.weight,
             asked.priority,
             asked.target,
-            arrived=self.now - asked.age,
+            arrived_at=self.now - asked.age,
         )
-        request = Request(new, arrival=self.arrivals)
+        request = Request(new, arrival_number=self.arrivals)
         self.scheduler.add(request)
         if asked.leaves is not None:
             self.leaving.append((self.now + asked.leaves * STEP_S, request))

@@ -27,7 +27,7 @@ class World:
         self.arrivals += 1
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         new = NewRequest(tenant_id, [self.arrivals], params, adapter or f"adapter of {tenant_id}", tenant_id)
-        request = Request(new, arrival=self.arrivals)
+        request = Request(new, arrival_number=self.arrivals)
         self.scheduler.add(request)
         return request
 

@@ -60,7 +60,8 @@ def ask(scheduler: Scheduler, tenant_id: str, prompt: int, max_tokens: int = 4, 
     n = next(_arrivals)
     tokens = [start + n * 1000 + i for i in range(prompt)]
     request = Request(
-        NewRequest(f"{tenant_id}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant_id=tenant_id), arrival=n
+        NewRequest(f"{tenant_id}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant_id=tenant_id),
+        arrival_number=n,
     )
     scheduler.add(request)
     return request
@@ -274,7 +275,7 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
     """A prompt token with logprobs has a row as wide as the vocabulary, so one step holds a bounded number."""
     scheduler = make(num_blocks=64, max_prompt_logits=10)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    asked = [Request(NewRequest(str(i), list(range(25)), params, tenant_id=str(i)), arrival=i) for i in range(3)]
+    asked = [Request(NewRequest(str(i), list(range(25)), params, tenant_id=str(i)), arrival_number=i) for i in range(3)]
     for request in asked:
         scheduler.add(request)
     plain = ask(scheduler, "plain", 20)
@@ -290,7 +291,7 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
 def test_a_tenant_that_asks_for_prompt_logprobs_gets_no_more_than_its_share() -> None:
     scheduler, params = make(num_blocks=1024), SamplingParams(max_tokens=1, prompt_logprobs=0)
     for i in range(60):
-        scheduler.add(Request(NewRequest(f"scored-{i}", list(range(64)), params, tenant_id="scored"), arrival=i))
+        scheduler.add(Request(NewRequest(f"scored-{i}", list(range(64)), params, tenant_id="scored"), arrival_number=i))
         ask(scheduler, "plain", 64, max_tokens=1)
     computed: Counter[str] = Counter()
     for _ in range(60):
@@ -313,7 +314,7 @@ def test_a_request_whose_adapter_never_comes_earns_no_credit_for_its_tenants_oth
     now = [0.0]
     scheduler = Scheduler(KVCache(1024, 16), Loading(), StepLimits(4, 64), clock=lambda: now[0])  # type: ignore[arg-type]
     new = NewRequest("loading", [1, 2, 3], SamplingParams(), adapter_digest="x", tenant_id="patient")
-    scheduler.add(Request(new, arrival=next(_arrivals)))
+    scheduler.add(Request(new, arrival_number=next(_arrivals)))
     for _ in range(100):
         ask(scheduler, "busy", 5, max_tokens=20)
     for _ in range(200):
@@ -370,7 +371,8 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     for i in range(100):
         scheduler.add(
             Request(
-                NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant_id=str(i % 3)), arrival=i
+                NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant_id=str(i % 3)),
+                arrival_number=i,
             )
         )
     well = ask(scheduler, "b", 5)
@@ -388,7 +390,7 @@ def test_long_cached_prompts_start_one_after_the_other(monkeypatch: Any) -> None
     scheduler = make(num_blocks=64, max_num_batched_tokens=1000)
     prompt = list(range(160))
     for n in range(4):
-        choice = Request(NewRequest(f"choice-{n}", prompt, SamplingParams(max_tokens=4)), arrival=n)
+        choice = Request(NewRequest(f"choice-{n}", prompt, SamplingParams(max_tokens=4)), arrival_number=n)
         scheduler.add(choice)
         if not n:
             assert list(step(scheduler).values()) == [160]

@@ -17,7 +17,7 @@ def ask_again(world: World, first: Request) -> None:
         SamplingParams(max_tokens=OUTPUTS, ignore_eos=True),
         tenant_id=first.tenant_id,
     )
-    world.scheduler.add(Request(new, arrival=world.arrivals))
+    world.scheduler.add(Request(new, arrival_number=world.arrivals))
 
 
 @pytest.mark.parametrize("choices", [1, 2, 4])

@@ -46,7 +46,7 @@ def test_a_request_that_waited_at_the_gateway_is_due_earlier() -> None:
 def test_an_arrival_in_the_future_counts_as_one_now() -> None:
     world = World()
     request = ask(world, age=-100.0)
-    assert request.arrived == world.now
+    assert request.arrived_at == world.now
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0, (0, 0, None)), (2 * TARGET_S, (0, 1, 0.0))])

@@ -189,9 +189,9 @@ class World:
             asked.weight,
             asked.priority,
             asked.target,
-            arrived=self.now - asked.age,
+            arrived_at=self.now - asked.age,
         )
-        request, tenant_id = Request(new, arrival=self.arrivals), asked.tenant_id
+        request, tenant_id = Request(new, arrival_number=self.arrivals), asked.tenant_id
         self.heaviest[tenant_id] = max(asked.weight, self.heaviest.get(tenant_id, asked.weight))
         self.lightest[tenant_id] = min(asked.weight, self.lightest.get(tenant_id, asked.weight))
         self.longest[tenant_id] = max(self.longest[tenant_id], asked.prompt)
@@ -251,7 +251,7 @@ class World:
     def _leave(self, *, before_the_launch: bool) -> None:
         """Abort the requests whose clients leave: every second one between the plan and the launch of a step."""
         for request, tokens in list(self.leaving.items()):
-            if request.num_output_tokens >= tokens and request.arrival % 2 == before_the_launch:
+            if request.num_output_tokens >= tokens and request.arrival_number % 2 == before_the_launch:
                 self.scheduler.abort(request.request_id)
                 del self.leaving[request]
 

@@ -22,7 +22,7 @@ def request(
     new = NewRequest(
         f"{tenant_id}{arrival}", [1], SamplingParams(), adapter, tenant_id=tenant_id, weight=weight, priority=priority
     )
-    return Request(new, arrival=arrival)
+    return Request(new, arrival_number=arrival)
 
 
 class Near:
@@ -51,8 +51,8 @@ class SlowTurns(FairTurns):
 
     def _near_queue(self, tenant_id: str, nearness: Nearness) -> list[Request]:
         account = self._tenants.waiting.get(tenant_id)
-        last = self._last_turn.get(tenant_id, (-1, 0.0, 0))
-        left = [r for r in account.queue if r.turn > last] if account else []
+        last = self._last_order_key.get(tenant_id, (-1, 0.0, 0))
+        left = [r for r in account.queue if r.order_key > last] if account else []
         return [r for r in left if not nearness.is_far(r)][LOOKED_AT - 1 :: -1]
 
 
@@ -73,8 +73,8 @@ def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> Non
             turns = turns_type(share._tenants, [], near, slack)
             while (r := turns.next(admits=True)) is not None:
                 found.append(r.request_id)
-                share.add_service(r, charges[r.arrival])
-                if r.arrival in admitted:
+                share.add_service(r, charges[r.arrival_number])
+                if r.arrival_number in admitted:
                     share.remove(r)
         return found
 
@@ -97,7 +97,7 @@ def serve(share: FairShare, n: int, cost: float = 10) -> list[str]:
 
 
 def enter(share: FairShare, request: Request, now: float = 0.0) -> None:
-    request.arrived = now
+    request.arrived_at = now
     share.enter(request, now)
 
 
@@ -232,7 +232,7 @@ def test_priorities_age_and_targets_come_first() -> None:
     enter(share, target, now=1.0)
     enter(share, request("a", 3), now=200.0)
     turns = share.turns([], None)
-    assert [turns.next(admits=True).arrival for _ in range(4)] == [1, 2, 0, 3]
+    assert [turns.next(admits=True).arrival_number for _ in range(4)] == [1, 2, 0, 3]
 
 
 def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_served() -> None:
@@ -390,11 +390,11 @@ def test_a_stream_whose_blocks_would_go_gives_way_only_for_a_large_difference(ke
         enter(share, one)
         share.remove(one)
         one.start(0)
-        one.seat, one.num_computed = one.arrival, 1000
+        one.seat, one.num_computed = one.arrival_number, 1000
     claimant = request("light", 9)
     enter(share, claimant)
     share.add_service(running[1], 600.0)
     found = share.preemptible(claimant, running, 0.0, keeps_blocks=keeps_blocks)
-    assert [one.arrival for one in found] == ([8, 7, 6, 5, 4, 3, 2, 1] if keeps_blocks else [])
+    assert [one.arrival_number for one in found] == ([8, 7, 6, 5, 4, 3, 2, 1] if keeps_blocks else [])
     share.add_service(running[1], 5000.0)
     assert share.preemptible(claimant, running, 0.0, keeps_blocks=False)
