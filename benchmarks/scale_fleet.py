@@ -246,7 +246,7 @@ class Simulation:
             self.result.over_quota += 1
             return
         meter = ServiceMeter(PROMPT_TOKENS, lambda: Reported(PROMPT_TOKENS, request.made))
-        place = Place(tenant, weight_of(tenant), 0, meter, tenant, arrived=began)
+        place = Place(tenant, weight_of(tenant), 0, meter, tenant, arrived_at=began)
         place.deadline = deadline(began, None, 0)
         gateway.rates.count(request.digest)
         try:

@@ -143,7 +143,7 @@ class Fleet:
             except Overloaded as error:
                 raise EngineRefused(error) from error
             finally:
-                record.queued(time.monotonic() - place.arrived)
+                record.queued(time.monotonic() - place.arrived_at)
             try:
                 engine, response, in_flight = await self._begin(call, record, place, held)
             except EngineRefused as refused:

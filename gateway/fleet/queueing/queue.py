@@ -151,9 +151,9 @@ class Place:
     sequences: int = 1
     size: int = 1
     on_wait: Callable[[], None] = _nothing
-    arrival: int = 0
+    arrival_number: int = 0
     deadline: float = 0.0
-    arrived: float = field(default_factory=time.monotonic)
+    arrived_at: float = field(default_factory=time.monotonic)
     entered: float | None = None
     passed_since: float | None = None
     passes: int = 0
@@ -211,12 +211,12 @@ class RequestQueue:
         """
         self._counters.enter(place.tenant_id, place.weight)
         self._arrivals += 1
-        place.arrival = self._arrivals
+        place.arrival_number = self._arrivals
         try:
             await self._wait(place)
             place.entered = time.monotonic()
-            self.observe_wait(place.entered - place.arrived)
-            self.observe_admission(place, place.entered - place.arrived)
+            self.observe_wait(place.entered - place.arrived_at)
+            self.observe_admission(place, place.entered - place.arrived_at)
             self._admitted.add(place)
             try:
                 yield
@@ -256,7 +256,7 @@ class RequestQueue:
     def longest_wait(self) -> float:
         """Return the longest wait of the waiting requests, in seconds."""
         oldest = self._waiting.oldest()
-        return 0.0 if oldest is None else time.monotonic() - oldest.arrived
+        return 0.0 if oldest is None else time.monotonic() - oldest.arrived_at
 
     def by_tenant(self) -> list[TenantPlaces]:
         """Return the tenants with requests in the queue or on the engines, the least served first."""
@@ -278,7 +278,7 @@ class RequestQueue:
                 share=self._share(tenant_id, places),
                 inside=self._inside[tenant_id],
                 waiting=len(waiting.get(tenant_id, ())),
-                waited=now - min((other.arrived for other in waiting.get(tenant_id, ())), default=now),
+                waited=now - min((other.arrived_at for other in waiting.get(tenant_id, ())), default=now),
             )
             for tenant_id, place in found.items()
         }

@@ -24,13 +24,13 @@ CHECKS_PRIORITY = 10
 
 
 class Waiter(Protocol):
-    """Fields of a request that order it. They do not change while it waits. arrival: unique, and ascending."""
+    """Fields of a request that order it. They do not change while it waits. arrival_number: unique, and ascending."""
 
     tenant_id: str
     priority: int
     deadline: float
-    arrival: int
-    arrived: float
+    arrival_number: int
+    arrived_at: float
 
 
 W = TypeVar("W", bound=Waiter)
@@ -56,7 +56,7 @@ class Waiting(Generic[W]):
 
     def __contains__(self, waiter: W) -> bool:
         line = self._lines.get(waiter.tenant_id, {}).get(waiter.priority)
-        return line is not None and waiter.arrival in line.arrivals
+        return line is not None and waiter.arrival_number in line.arrivals
 
     def __iter__(self) -> Iterator[W]:
         return (
@@ -122,14 +122,14 @@ class Waiting(Generic[W]):
     def oldest(self) -> W | None:
         """Return the request that has waited longest."""
         lines = (line for lines in self._lines.values() for line in lines.values())
-        return min((line.oldest for line in lines), key=lambda waiter: waiter.arrived, default=None)
+        return min((line.oldest for line in lines), key=lambda waiter: waiter.arrived_at, default=None)
 
 
 class _Line(Generic[W]):
     """Waiting requests of one tenant and priority.
 
-    sorted: by deadline, then arrival. arrivals: in order of arrival. key: its position among the lines of its priority:
-    its tenant's counter, and the arrival of its oldest request.
+    sorted: by deadline, then arrival number. arrivals: in order of arrival, by that number. key: its position among the
+    lines of its priority: its tenant's counter, and the arrival number of its oldest request.
     """
 
     def __init__(self, tenant_id: str) -> None:
@@ -147,12 +147,12 @@ class _Line(Generic[W]):
         return next(iter(self.arrivals.values()))
 
     def add(self, waiter: W) -> None:
-        insort(self.sorted, (waiter.deadline, waiter.arrival, waiter))
-        self.arrivals[waiter.arrival] = waiter
+        insort(self.sorted, (waiter.deadline, waiter.arrival_number, waiter))
+        self.arrivals[waiter.arrival_number] = waiter
 
     def remove(self, waiter: W) -> None:
-        del self.arrivals[waiter.arrival]
-        del self.sorted[bisect_left(self.sorted, (waiter.deadline, waiter.arrival))]
+        del self.arrivals[waiter.arrival_number]
+        del self.sorted[bisect_left(self.sorted, (waiter.deadline, waiter.arrival_number))]
 
 
 class _Rank(Generic[W]):
@@ -172,7 +172,7 @@ class _Rank(Generic[W]):
 
     def place(self, line: _Line[W], counter: float) -> None:
         """Move the line to its position. counter: its tenant's."""
-        key = counter, line.oldest.arrival
+        key = counter, line.oldest.arrival_number
         if key != line.key:
             self.take_out(line)
             line.key = key

@@ -18,8 +18,8 @@ class Waiter:
     tenant_id: str
     priority: int
     deadline: float
-    arrival: int
-    arrived: float
+    arrival_number: int
+    arrived_at: float
 
 
 class Twin:
@@ -41,7 +41,7 @@ class Twin:
     def order(self, line: list[Waiter]) -> tuple[float, float, int]:
         priority = line[0].priority
         aged = self.waited[priority] // PRIORITY_S if priority != CHECKS_PRIORITY else 0
-        return priority - aged, self.counters.counter(line[0].tenant_id), min(each.arrival for each in line)
+        return priority - aged, self.counters.counter(line[0].tenant_id), min(each.arrival_number for each in line)
 
     def lines(self, tenants: set[str]) -> list[list[Waiter]]:
         found: dict[Any, list[Waiter]] = {}
@@ -52,10 +52,10 @@ class Twin:
 
     def first(self, tenants: set[str]) -> Waiter | None:
         line = min(self.lines(tenants), key=self.order, default=None)
-        return None if line is None else min(line, key=lambda each: (each.deadline, each.arrival))
+        return None if line is None else min(line, key=lambda each: (each.deadline, each.arrival_number))
 
     def last(self) -> Waiter:
-        return max(max(self.lines(set(TENANTS)), key=self.order), key=lambda each: (each.deadline, each.arrival))
+        return max(max(self.lines(set(TENANTS)), key=self.order), key=lambda each: (each.deadline, each.arrival_number))
 
 
 TENANTS = ("acme", "globex", "initech")
