@@ -58,7 +58,7 @@ class AdapterReader:
 
     def __init__(self, dtype: torch.dtype, base_tensor: BaseTensor | None = None) -> None:
         self._dtype, self._base_tensor = dtype, base_tensor
-        self._base_digests: dict[str, bytes] = {}
+        self._base_hashes: dict[str, bytes] = {}
         self._base_lock = threading.Lock()
 
     def read(self, checkpoint: AdapterCheckpoint, size: int) -> HostAdapter:
@@ -83,19 +83,19 @@ class AdapterReader:
         for start in range(span.start, span.end, PIECE_BYTES):
             piece = self._read_bytes(file, span, start, min(start + PIECE_BYTES, span.end))
             found.update(_raw(torch.frombuffer(piece, dtype=dtype).to(self._dtype)))
-        if found.digest() != self._base_digest(name):
+        if found.digest() != self._base_hash(name):
             raise AdapterError(span.name, f"differs from the base model's {name}; trained embeddings are not served")
 
-    def _base_digest(self, name: str) -> bytes:
+    def _base_hash(self, name: str) -> bytes:
         """Return the hash of the base model's tensor, computed once, because the tensor itself takes gigabytes."""
         assert self._base_tensor is not None
         with self._base_lock:
-            if name not in self._base_digests:
+            if name not in self._base_hashes:
                 found = hashlib.sha256()
                 for piece in self._base_tensor(name).flatten().split(PIECE_BYTES):
                     found.update(_raw(piece))
-                self._base_digests[name] = found.digest()
-            return self._base_digests[name]
+                self._base_hashes[name] = found.digest()
+            return self._base_hashes[name]
 
     def _read_bytes(self, file: BinaryIO, span: TensorSpan, start: int, end: int) -> bytearray:
         data = bytearray(end - start)

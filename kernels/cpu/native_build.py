@@ -1,6 +1,6 @@
 """Build of the native library, compiled once for this machine and kept in the user's cache.
 
-The file name is the digest of everything the library depends on: source, flags, compiler and processor. The digest of
+The file name has the hash of everything the library depends on: source, flags, compiler and processor. The checksum of
 the content follows the last byte, so that a damaged file is detected before it is opened.
 """
 
@@ -23,7 +23,7 @@ SOURCES = Path(__file__).with_name("native_src")
 FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-std=c++17"]
 if platform.machine() in ("x86_64", "AMD64"):
     FLAGS.append("-mprefer-vector-width=512")
-_DIGEST_BYTES = hashlib.sha256().digest_size
+_CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 @cache
@@ -58,7 +58,7 @@ def _cache_path(compiler: list[str]) -> Path:
 
 
 def _build(compiler: list[str], path: Path) -> bool:
-    """Compile the library and append its digest. Return False if the compiler fails.
+    """Compile the library and append its checksum. Return False if the compiler fails.
 
     Concurrent processes wait for the first one's library. The file is replaced as a whole; a process that has opened an
     earlier file keeps it. Raises OSError.
@@ -75,9 +75,9 @@ def _build(compiler: list[str], path: Path) -> bool:
         if run.returncode:
             log.warning("the native ops did not compile; using the slower plain-torch ops: %s", run.stderr[-2000:])
             return False
-        digest = hashlib.sha256(built.read_bytes()).digest()
+        checksum = hashlib.sha256(built.read_bytes()).digest()
         with built.open("ab") as file:
-            file.write(digest)
+            file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
         os.replace(built, path)
@@ -94,7 +94,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether the file ends with the digest of the preceding bytes.
+    """Return whether the file ends with the checksum of the preceding bytes.
 
     Opening a truncated file can kill the process, which maps pages that the file does not have. Raises OSError if the
     file cannot be read.
@@ -103,7 +103,7 @@ def _is_whole(path: Path) -> bool:
         content = path.read_bytes()
     except FileNotFoundError:
         return False
-    if hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]:
+    if hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest() == content[-_CHECKSUM_BYTES:]:
         return True
     log.warning("the native ops' library is damaged; rebuilding it: %s", path)
     return False

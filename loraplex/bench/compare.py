@@ -12,7 +12,7 @@ from loraplex.bench.terminal import echo, print_table
 
 MORE_IS_BETTER = dict((*COMPARED, (ISOLATION, False), *COMPARED_FAIRNESS))
 HEADINGS = ("", "figure", "before", "after", "change", "")
-# The digest of all planned requests in a report's load.
+# The hash of all planned requests in a report's load.
 PLAN = ("plan", "sha256")
 # Maximum number of notes on different loads.
 MAX_DIFFERENCES = 20

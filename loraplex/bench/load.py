@@ -21,8 +21,8 @@ _TEXT = (
 )
 WORDS = _TEXT.split()
 MAX_PLANNED = 1_000_000
-# Planned requests of an endless closed loop that enter the plan's digest.
-DIGESTED = 1000
+# Planned requests of an endless closed loop that enter the plan's hash.
+HASHED = 1000
 Api = Literal["completions", "chat"]
 
 
@@ -177,22 +177,22 @@ class Load:
         random = Random(f"{self.seed}:{self.round}:{planned.source}:{planned.number}")
         return " ".join(random.choices(WORDS, k=planned.input_tokens))
 
-    def digest(self) -> str:
+    def plan_hash(self) -> str:
         """Return the SHA-256 of the planned requests; of an endless closed loop, its first thousand count.
 
         A comparison compares the other conditions of a run by name: weights, targets, time-outs and the like.
         """
         # The seed stands for the prompts' words.
-        lines = itertools.chain([f"{self.seed} {self.seconds} {self.api}\n"], *map(self._digested, self.sources))
-        digest = hashlib.sha256()
+        lines = itertools.chain([f"{self.seed} {self.seconds} {self.api}\n"], *map(self._hashed_lines, self.sources))
+        hashed = hashlib.sha256()
         for line in lines:
             # A name of a JSON file may have a lone surrogate, which UTF-8 cannot encode.
-            digest.update(line.encode(errors="backslashreplace"))
-        return digest.hexdigest()
+            hashed.update(line.encode(errors="backslashreplace"))
+        return hashed.hexdigest()
 
-    def _digested(self, source: Source) -> Iterator[str]:
+    def _hashed_lines(self, source: Source) -> Iterator[str]:
         yield f"{source.name} {source.arrival}\n"
-        for p in itertools.islice(self.plan(source), DIGESTED if is_endless(source) else None):
+        for p in itertools.islice(self.plan(source), HASHED if is_endless(source) else None):
             yield f"{p.target.tenant} {p.at} {p.target.model} {p.input_tokens} {p.output_tokens}\n"
 
     def rows(self) -> list[Row]:

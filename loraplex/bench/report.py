@@ -108,7 +108,7 @@ def load_report(load: Load) -> dict[str, Any]:
         "tenants": {t.name: {"weight": t.weight, "slo": msgspec.to_builtins(t.slo)} for t in load.tenants},
         "sources": [_source_report(source) for source in load.sources],
         "plan": {
-            "sha256": load.digest(),
+            "sha256": load.plan_hash(),
             "requests": None
             if any(is_endless(source) for source in load.sources)
             else sum(1 for source in load.sources for _ in load.plan(source)),

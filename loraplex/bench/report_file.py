@@ -50,7 +50,7 @@ class PlannedRequests(Struct, frozen=True):
 
 
 class LoadOfReport(Struct, frozen=True):
-    """A report's load without its sources, for which the plan's digest stands."""
+    """A report's load without its sources, for which the plan's hash stands."""
 
     seed: int
     seconds: float | None

@@ -34,7 +34,7 @@ def pick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], object
 def library() -> bytes:
     """Return the library from the compiler, built before a test points the cache elsewhere."""
     assert native_build.load() is not None, "the tests need a C++ compiler"
-    return native_build._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native_build._DIGEST_BYTES]
+    return native_build._cache_path([shutil.which("g++") or "c++"]).read_bytes()[: -native_build._CHECKSUM_BYTES]
 
 
 @pytest.fixture

@@ -47,10 +47,10 @@ def test_the_seed_decides_the_whole_plan():
     first, again = (list(load().plan(source())) for _ in range(2))
     assert first == again
     assert [load().prompt(planned) for planned in first] == [load().prompt(planned) for planned in again]
-    assert load().digest() == load().digest()
+    assert load().plan_hash() == load().plan_hash()
     other = load(seed=1)
     assert [p.at for p in other.plan(source())] != [p.at for p in first]
-    assert other.digest() != load().digest()
+    assert other.plan_hash() != load().plan_hash()
 
 
 def test_a_tenants_plan_does_not_depend_on_the_other_tenants():
