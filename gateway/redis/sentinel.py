@@ -90,7 +90,8 @@ def sentinel_client(url: str, timeout: float, patience: float, retry: Retry) -> 
     Raises ValueError.
     """
     found = parse(url)
-    limits = {"socket_timeout": None, "socket_connect_timeout": CONNECT_SHARE * timeout}
+    # By default, redis-py asks a sentinel that is away three times more, after pauses of seconds.
+    limits = {"socket_timeout": None, "socket_connect_timeout": CONNECT_SHARE * timeout, "retry": retry}
     sentinel = Sentinel(found.sentinels, sentinel_kwargs={**found.own, **limits})
     pool = SentinelConnectionPool(
         found.master,

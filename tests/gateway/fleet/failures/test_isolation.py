@@ -44,6 +44,12 @@ def busy(record: EngineRecord, tenant: str) -> Iterator[None]:
         request.end()
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next turn begin soon after the one before."""
+    monkeypatch.setattr(isolation, "SHARING_SECONDS", 0.02)
+
+
 class Turns:
     """A process's isolation over some engines. entered: the tenants whose requests ran alone, in order."""
 
@@ -108,6 +114,7 @@ async def test_an_engine_is_kept_until_others_requests_and_then_the_suspected_on
     assert turns.isolation._waiting == {}
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_a_request_without_an_engine_blocks_no_other_base(any_redis: Any):
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
@@ -164,6 +171,7 @@ async def test_an_older_report_does_not_show_that_an_engine_is_free(any_redis: A
     assert await running is fleet[0]
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_tenants_take_turns(any_redis: Any):
     """A tenant with many such requests does not keep an engine while another tenant waits."""
     turns, over = Turns(any_redis, engines("http://one:1")), asyncio.Event()
@@ -196,6 +204,7 @@ async def test_an_engine_that_does_not_become_free_is_left_to_the_next_tenant(
     assert turns.entered == ["b", "a"]
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_requests_of_a_tenant_beyond_a_number_are_refused(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(isolation, "MAX_WAITING", 2)
     fleet = engines("http://one:1")
@@ -232,6 +241,7 @@ async def test_the_last_known_engine_stays_kept_without_an_answer_of_redis(
         await becomes(lambda: second.url is None)
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_a_request_without_a_usable_engine_lets_others_go_first(any_redis: Any):
     fleet = engines("http://one:1")
     turns, can = Turns(any_redis, fleet), list[bool]()
@@ -347,6 +357,7 @@ async def test_a_turn_is_renewed(any_redis: Any, monkeypatch: pytest.MonkeyPatch
         assert is_kept_too
 
 
+@pytest.mark.usefixtures("short_pauses")
 async def test_an_engine_that_dies_during_the_wait_is_replaced(any_redis: Any):
     fleet = engines("http://one:1", "http://two:1", "http://three:1")
     turns = Turns(any_redis, fleet)
