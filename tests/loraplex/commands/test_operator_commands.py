@@ -165,7 +165,8 @@ async def test_shares_places_and_histories(
         assert (await acme.chat()).status == 200
         jain, _, *table = (await run("fairness")).stdout.splitlines()
         assert jain.startswith("Jain's index: none")
-        return [(row["TENANT"], row["WEIGHT"]) for row in cells("\n".join(table))] == [("acme", "2.0")]
+        rows = [(row["TENANT"], row["WEIGHT"], row["ON_ENGINES"]) for row in cells("\n".join(table))]
+        return rows == [("acme", "2.0", "0")]
 
     await until(has_share)
     upstream.resident = [f"sha256:{'d' * 64}"]
@@ -185,7 +186,7 @@ async def test_shares_places_and_histories(
     table = (await run("engine", "history", upstream.url)).stdout
     assert cells(table.split("\n\n")[0])[0]["RUNNING"] == "0"
     assert "CHANGED_AT" in table
-    assert cells((await run("engine", "history")).stdout)[0]["INSIDE"] == "0"
+    assert cells((await run("engine", "history")).stdout)[0]["ON_ENGINES"] == "0"
 
 
 async def test_a_webhook_shows_its_last_delivery(run: Run):
