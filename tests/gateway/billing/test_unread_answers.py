@@ -123,9 +123,9 @@ class Left(SimpleNamespace):
     """A whole answer of at most 10,000 tokens. seconds: the time that the server had for it."""
 
     def __init__(self, seconds: float, ending: Ending = Ending.CANCELLED, completion_tokens: int = 0) -> None:
-        attempts = SimpleNamespace(engine=ENGINE, remembers=False, seconds=lambda ended: seconds)
+        used = SimpleNamespace(engine=ENGINE, remembers=False, seconds=lambda ended: seconds)
         super().__init__(
-            attempts=attempts, reservation=SimpleNamespace(max_tokens=10_000), ending=ending, choices=1,
+            used_engines=used, reservation=SimpleNamespace(max_tokens=10_000), ending=ending, choices=1,
             completion_tokens=completion_tokens, is_whole=True, is_clients_cause=False,
         )  # fmt: skip
 
