@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from gateway.pages.frame import live
 from testing.browser import Person, expect, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 from testing.gateway.upstream import Upstream
@@ -50,11 +49,7 @@ async def test_a_person_with_a_keyboard_reaches_content_search_and_menus(gateway
         assert who.problems == []
 
 
-async def test_the_focus_survives_live_updates(
-    gateway: Gateway, upstream: Upstream, browser: Any, monkeypatch: pytest.MonkeyPatch
-):
-    # Updates four times as often.
-    monkeypatch.setattr(live, "SECOND", 0.25)
+async def test_the_focus_survives_live_updates(gateway: Gateway, upstream: Upstream, browser: Any):
     async with person(browser, gateway.url) as who:
         page = who.page
         await who.log_in("/admin", ADMIN_KEY)
