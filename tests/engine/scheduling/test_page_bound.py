@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adapters import recent_use
 from adapters.tiers import device_pool
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_pool import AdapterPool
@@ -78,8 +80,9 @@ class World:
     now: float = 1000.0
     worker: Worker = field(default_factory=Worker)
     policy: FairShare = field(default_factory=FairShare)
-    # Waits of tenants that are behind all other tenants with running requests, by tenant. idle: those with nothing
-    # running; busy: those with running requests and a reservation, if their own pages and all reservations fit.
+    # Waits of tenants that are behind all other tenants with running requests. idle: those with nothing running, by
+    # tenant; busy: those with running requests and a reservation, by its adapter, because they wait for one adapter
+    # after the other. Busy waits count only if the tenant's own pages and all reservations fit.
     idle: dict[str, Began] = field(default_factory=dict)
     busy: dict[str, Began] = field(default_factory=dict)
     longest_idle: float = 0.0
@@ -148,7 +151,7 @@ class World:
                 self.leaving.remove((at, request))
                 if request.status is Status.WAITING:
                     self.idle.pop(request.tenant_id, None)
-                    self.busy.pop(request.tenant_id, None)
+                    self.busy.pop(request.adapter_digest or "", None)
                 if request.status is not Status.FINISHED:
                     self.scheduler.abort(request.request_id)
 
@@ -162,12 +165,13 @@ class World:
         for digest in {r.adapter_digest for r in self.scheduler.running if r.adapter_digest}:
             pages[digest[0]] += self.pool.num_pages_of(digest)
         reserved = sum(r.size.pages for r in reservations)
-        fit = {r.tenant_id for r in reservations if pages[r.tenant_id] + reserved <= PAGES}
-        for waits, tenants in ((self.idle, behind - running), (self.busy, behind & running & fit)):
-            for tenant_id in waits.keys() - tenants:
-                del waits[tenant_id]
-            for tenant_id in tenants:
-                waits.setdefault(tenant_id, began)
+        busy = [r for r in reservations if r.tenant_id in behind & running]
+        fit = {r.digest for r in busy if pages[r.tenant_id] + reserved <= PAGES}
+        for waits, waiting in ((self.idle, behind - running), (self.busy, fit)):
+            for key in waits.keys() - waiting:
+                del waits[key]
+            for key in waiting:
+                waits.setdefault(key, began)
         for_blocks = 0.0 if (self.blocks, self.seats) == (AMPLE, AMPLE_SEATS) else BLOCKS_BOUND_S
         for one in self.idle.values():
             self.longest_idle = max(self.longest_idle, self.now - one.at)
@@ -200,7 +204,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         make(world)
 
     monkeypatch.setattr(World, "__post_init__", noted)
-    monkeypatch.setattr(device_pool.time, "monotonic", lambda: newest[0].now)
+    # Threads of earlier tests keep the real clock, and may still count a load before the first world.
+    for module in (device_pool, recent_use):
+        read = SimpleNamespace(monotonic=lambda: newest[0].now if newest else 0.0)
+        monkeypatch.setattr(module, "time", read)
 
 
 requests = st.builds(
