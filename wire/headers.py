@@ -20,5 +20,5 @@ TTFT_HEADER = "x-loraplex-ttft-target"
 AGE_HEADER = "x-loraplex-age"
 # To the engine: the gateway's allowance of completion tokens.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
-# To the engine: the fingerprint of the base model that the gateway knows of it; another engine may have its address.
+# To the engine: the digest of the base model that the gateway knows of it; another engine may have its address.
 BASE_HEADER = "x-loraplex-base"

@@ -29,7 +29,7 @@ class AdapterProbe(Struct, frozen=True, kw_only=True):
     reasons: empty for an adapter that can be served. largest_difference, divergence: differences of the next token's
     scores from the base model's, the largest over all prompts: of one logit, and Kullback-Leibler in nats; None if one
     is not finite. host_bytes, device_bytes: memory of the adapter in each tier of this engine. base_digest: see
-    `engine.probing.base_fingerprint`. engine_version: release of the engine.
+    `engine.probing.base_digest`. engine_version: release of the engine.
     """
 
     digest: str

@@ -286,7 +286,7 @@ class EngineStateResponse(Struct):
     ended_completion_tokens: int
     # Whether this engine enforces the gateways' token allowances and reports whole answers while they run.
     keeps_allowances: bool = True
-    # Whether the engine has the route `/probe`. Its release, and the fingerprint of its base model's weights.
+    # Whether the engine has the route `/probe`. Its release, and the digest of its base model's weights.
     probes: bool = True
     version: str | None = None
     base_digest: str | None = None

@@ -12,7 +12,7 @@ class Caller:
     ttft_target: time to first token that the tenant wants, in seconds; None: no target.
     request_id: key of its token counts, None if they are not kept.
     allowance: completion tokens granted until the gateway raises them; None: no limit.
-    base_fingerprint: fingerprint of the base model that must serve the request; None: any.
+    base_digest: digest of the base model that must serve the request; None: any.
     received: time at which this engine began to read the request, in seconds of time.monotonic(). age: seconds since it
     arrived at the gateway, at that time.
     """
@@ -24,7 +24,7 @@ class Caller:
     ttft_target: float | None = None
     request_id: str | None = None
     allowance: int | None = None
-    base_fingerprint: str | None = None
+    base_digest: str | None = None
     received: float = field(default_factory=time.monotonic)
     age: float = 0.0
 

@@ -37,7 +37,7 @@ from engine.http.service_reports import ServiceReports
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import read_caller
 from engine.metrics.metrics import Metrics
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from engine.probing.prober import Prober
 from engine.progress import StartProgress, describe
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
@@ -158,10 +158,10 @@ class Server:
             self._usage_log,
             defaults,
         )
-        fingerprint = await asyncio.to_thread(base_fingerprint, Path(self._config.model))
-        self._states = StateFeed(core, models, self._usage_log, fingerprint)
+        digest = await asyncio.to_thread(base_digest, Path(self._config.model))
+        self._states = StateFeed(core, models, self._usage_log, digest)
         self._throughput_log = asyncio.create_task(log_throughput(core))
-        prober = Prober(facts, self._in_flight, models, fingerprint)
+        prober = Prober(facts, self._in_flight, models, digest)
         self._routes = EngineRoutes(
             tokenizer,
             core,
@@ -245,7 +245,7 @@ class Server:
                 raise EngineUnavailable("The model is loading.")
             try:
                 caller = read_caller(request.headers, internal=request[IS_INTERNAL])
-                if caller.base_fingerprint not in (None, self._states.base_fingerprint):
+                if caller.base_digest not in (None, self._states.base_digest):
                     raise EngineUnavailable("This engine serves another base model.")
                 return await handler(self._generation, request, caller)
             finally:

@@ -38,12 +38,12 @@ class StateFeed:
         core: Core,
         models: ModelRegistry,
         usage_log: UsageLog,
-        base_fingerprint: str | None = None,
+        base_digest: str | None = None,
     ) -> None:
         self._core = core
         self._models = models
         self._usage_log = usage_log
-        self.base_fingerprint = base_fingerprint
+        self.base_digest = base_digest
         self._instance = uuid.uuid4().hex
         self._revision = 0
         self._readings = 0
@@ -155,7 +155,7 @@ class StateFeed:
             revision=self._revision,
             readings=self._readings,
             model=self._models.base_name,
-            base_digest=self.base_fingerprint,
+            base_digest=self.base_digest,
             version=version("loraplex"),
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,

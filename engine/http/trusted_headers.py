@@ -37,7 +37,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         ttft_target=_ttft_target(headers),
         request_id=_request_id(headers),
         allowance=_allowance(headers),
-        base_fingerprint=headers.get(BASE_HEADER),
+        base_digest=headers.get(BASE_HEADER),
         age=_age(headers),
     )
 

@@ -52,13 +52,13 @@ class Difference:
 
 
 class Prober:
-    """Prober of one engine. fingerprint: the base model's. Call every method on the event loop."""
+    """Prober of one engine. base_digest: digest of the base model's weights. Call every method on the event loop."""
 
-    def __init__(self, facts: EngineFacts, in_flight: InFlight, models: ModelRegistry, fingerprint: str | None) -> None:
+    def __init__(self, facts: EngineFacts, in_flight: InFlight, models: ModelRegistry, base_digest: str | None) -> None:
         self._facts = facts
         self._in_flight = in_flight
         self._models = models
-        self._fingerprint = fingerprint
+        self._base_digest = base_digest
         self._prompts = fixed_prompts(facts.vocab_size)
         self._duty_cycles = BoundedDict[str, DutyCycle](MAX_PAUSING)
         self._locks: dict[str, asyncio.Lock] = {}
@@ -171,7 +171,7 @@ class Prober:
             device_pages=adapter.num_pages,
             largest_difference=max(largest) if largest and len(largest) == len(differences) else None,
             divergence=max(divergence) if divergence and len(divergence) == len(differences) else None,
-            base_digest=self._fingerprint,
+            base_digest=self._base_digest,
             engine_version=version("loraplex"),
         )
 

@@ -73,7 +73,7 @@ class SleepingBase:
         self._failures = 0
         # Reported by the engines while they are awake.
         self._model: str | None = None
-        self._fingerprint: str | None = None
+        self._digest: str | None = None
         self._steps: list[int] = []
 
     def wake(self) -> None:
@@ -87,7 +87,7 @@ class SleepingBase:
             "state": self.state,
             "seconds": self._seconds(),
             "model": self._model or self.name,
-            "base_digest": self._fingerprint,
+            "base_digest": self._digest,
         }
 
     def _seconds(self) -> float:
@@ -130,7 +130,7 @@ class SleepingBase:
             states = await asyncio.gather(*(self._read(session, engine) for engine in self._engines))
         except (*HTTP_ERRORS, ValueError):
             return True
-        self._model, self._fingerprint = states[0].get("model"), states[0].get("base_digest")
+        self._model, self._digest = states[0].get("model"), states[0].get("base_digest")
         before, self._steps = self._steps, [state["steps"] for state in states]
         return before != self._steps or any(state["running"] or state["waiting"] for state in states)
 

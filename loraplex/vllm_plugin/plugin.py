@@ -70,7 +70,7 @@ class _Request(LoRARequest, weakref=True):  # type: ignore[call-arg]
 
 
 class Announcement(StatLoggerBase):
-    """Publisher of the base model's fingerprint and of the device, as a metric.
+    """Publisher of the base model's digest and of the device, as a metric.
 
     vLLM makes it at its start and gives it the configuration.
     """
@@ -81,7 +81,7 @@ class Announcement(StatLoggerBase):
         if adapters is not None and vllm_config.lora_config is not None:
             base = adapters.check_base(vllm_config.model_config.model)
             device = vllm_config.device_config.device_type
-            _gauge().labels(base.fingerprint or "", version("loraplex"), device).set(1)
+            _gauge().labels(base.digest or "", version("loraplex"), device).set(1)
 
     def record(self, *_: Any, **__: Any) -> None:
         """Do nothing: the metric is constant."""

@@ -13,7 +13,7 @@ from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.open_store import open_store
 from adapters.store import AdapterStore
 from adapters.verified_files import VerifiedFiles
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from wire.digests import digest_name
 
 STORE, CACHE, CACHE_BYTES = "LORAPLEX_ADAPTER_STORE", "LORAPLEX_ADAPTER_CACHE", "LORAPLEX_ADAPTER_CACHE_BYTES"
@@ -31,9 +31,9 @@ class AdapterUnavailable(RuntimeError):
 
 
 class Base(NamedTuple):
-    """The server's base model. fingerprint: None if its files are not known. shape: None if it is not known."""
+    """The server's base model. digest: None for a model whose files are not known. shape: None if it is not known."""
 
-    fingerprint: str | None = None
+    digest: str | None = None
     shape: BaseShape | None = None
 
 
@@ -45,11 +45,11 @@ class Held(NamedTuple):
 
 
 class StoredAdapters:
-    """Adapters by digest. base_fingerprint: that of the only base model that the server may run; None: any."""
+    """Adapters by digest. base_digest: digest of the only base model that the server may run; None: any."""
 
-    def __init__(self, store: AdapterStore, base_fingerprint: str | None = None) -> None:
+    def __init__(self, store: AdapterStore, base_digest: str | None = None) -> None:
         self._store = store
-        self._base_fingerprint = base_fingerprint
+        self._base_digest = base_digest
         self._verified = VerifiedFiles()
 
     def hold(self, digest: str, model: str) -> Held | None:
@@ -82,10 +82,9 @@ class StoredAdapters:
     def check_base(self, model: str) -> Base:
         """Return the server's base model. Raises AdapterUnavailable if it is not the expected one."""
         base = read_base(model)
-        if self._base_fingerprint is not None and base.fingerprint != self._base_fingerprint:
-            found = base.fingerprint or "unknown, because its files were not found"
-            problem = f"expected {self._base_fingerprint}, the digest of {model} is {found}"
-            raise AdapterUnavailable(f"{BASE_DIGEST}: {problem}")
+        if self._base_digest is not None and base.digest != self._base_digest:
+            found = base.digest or "unknown, because its files were not found"
+            raise AdapterUnavailable(f"{BASE_DIGEST}: expected {self._base_digest}, the digest of {model} is {found}")
         return base
 
 
@@ -98,13 +97,13 @@ def read_base(model: str) -> Base:
             from huggingface_hub import snapshot_download
 
             path = Path(snapshot_download(model, local_files_only=True))
-        fingerprint = base_fingerprint(path)
+        digest = base_digest(path)
     except (ImportError, OSError, ValueError):
         return Base()
     try:
-        return Base(fingerprint, BaseShape.from_config_dir(path))
+        return Base(digest, BaseShape.from_config_dir(path))
     except (OSError, ValueError):
-        return Base(fingerprint)
+        return Base(digest)
 
 
 def open_adapters(environment: Mapping[str, str] = os.environ) -> StoredAdapters | None:
@@ -122,11 +121,11 @@ def open_adapters(environment: Mapping[str, str] = os.environ) -> StoredAdapters
     size = environment.get(CACHE_BYTES, str(DEFAULT_CACHE_BYTES))
     if not size.isdecimal() or not int(size):
         raise ValueError(f"{CACHE_BYTES}: expected a number of bytes, got {size!r}")
-    fingerprint = environment.get(BASE_DIGEST) or None
-    if fingerprint is not None and (len(fingerprint) != 64 or set(fingerprint) - set("0123456789abcdef")):
+    digest = environment.get(BASE_DIGEST) or None
+    if digest is not None and (len(digest) != 64 or set(digest) - set("0123456789abcdef")):
         raise ValueError(f"{BASE_DIGEST}: expected 64 hexadecimal digits")
     try:
         store = open_store(url, Path(environment.get(CACHE) or DEFAULT_CACHE), int(size))
     except (ValueError, OSError) as error:
         raise ValueError(f"{STORE}: {error}") from error
-    return StoredAdapters(store, fingerprint)
+    return StoredAdapters(store, digest)

@@ -185,7 +185,7 @@ def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> d
     fields = _present({"digest": digest, "tokenizer": tokenizer})
     if model is None:
         return fields
-    from engine.probing.base_fingerprint import base_fingerprint
+    from engine.probing.base_digest import base_digest
 
     try:
         model = model.expanduser().resolve()
@@ -195,7 +195,7 @@ def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> d
     with one_line(OSError, ValueError):
         fields["config"] = json.loads((model / "config.json").read_text("utf-8"))
         if digest is None and any(next(model.glob(each), None) for each in ("*.safetensors", "*.gguf")):
-            fields["digest"] = base_fingerprint(model)
+            fields["digest"] = base_digest(model)
     if (model / "tokenizer.json").is_file():
         fields.setdefault("tokenizer", str(model))
     return fields

@@ -21,7 +21,7 @@ from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from engine.answering import duty_cycle
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from engine.probing.prober import MAX_OF_TENANT, NUM_PROMPTS, SHARE, Prober, compare, fixed_prompts
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
@@ -64,7 +64,7 @@ async def test_a_usable_adapter_is_measured(client: Client, put, model: Path):
     assert found["largest_difference"] > 0.01
     assert found["divergence"] > 0
     assert found["device_bytes"] > found["host_bytes"] > 0
-    assert found["base_digest"] == base_fingerprint(model)
+    assert found["base_digest"] == base_digest(model)
     again = await client.ok("/probe", {"model": name}, headers=HEADERS)
     assert again == found, "the prompts are fixed"
     state = await client.state(headers=HEADERS)
@@ -276,9 +276,9 @@ def test_a_base_is_known_by_its_weights_and_not_by_its_folder(model: Path, tmp_p
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_version": "0.1"}, indent=7))
     weights = tmp_path / "retrained" / "model.safetensors"
     save_file({key: value + 1e-3 for key, value in load_file(weights).items()}, weights, {"format": "pt"})
-    assert base_fingerprint(tmp_path / "same") == base_fingerprint(tmp_path / "renamed")
-    assert base_fingerprint(tmp_path / "same") != base_fingerprint(tmp_path / "retrained")
+    assert base_digest(tmp_path / "same") == base_digest(tmp_path / "renamed")
+    assert base_digest(tmp_path / "same") != base_digest(tmp_path / "retrained")
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    assert base_fingerprint(file) != base_fingerprint(tmp_path / "same")
-    assert len(base_fingerprint(file)) == hashlib.sha256().digest_size * 2
+    assert base_digest(file) != base_digest(tmp_path / "same")
+    assert len(base_digest(file)) == hashlib.sha256().digest_size * 2

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from gateway.settings import Settings
 from testing.engine import RunningServer
 from testing.gateway.greedy_load import ASK, Load, text_of, tokens_of
@@ -47,7 +47,7 @@ class Bench(NamedTuple):
 
     async def add(self, name: str, **fields: Any) -> Answer:
         """Add a base model, by default with its folder and digest."""
-        body = {"digest": base_fingerprint(self.model(name)), "tokenizer": str(self.model(name))} | fields
+        body = {"digest": base_digest(self.model(name)), "tokenizer": str(self.model(name))} | fields
         return await self.gateway.admin.post(BASES, {"name": name, **body})
 
     async def change(self, name: str, *, force: bool = False, **changes: Any) -> Answer:
@@ -244,7 +244,7 @@ async def test_an_engine_of_another_base_at_the_same_address(bench: Bench):
     gateway, acme = bench.gateway, await bench.gateway.tenant("acme")
     gamma = await bench.start("gamma", bench.free)
     assert (await bench.add("gamma")).status == 201
-    assert (await bench.change("alpha", digest=base_fingerprint(bench.model("alpha")))).status == 200
+    assert (await bench.change("alpha", digest=base_digest(bench.model("alpha")))).status == 200
     await bench.are_up("alpha", "gamma")
     adapter = await bench.upload(acme, "third", "alpha", 4, base="gamma")
     right = {
@@ -252,7 +252,7 @@ async def test_an_engine_of_another_base_at_the_same_address(bench: Bench):
         "third": text_of(await bench.direct(gamma, adapter.json["digest"])),
     }
     # A gateway whose record is older than the engine at an address names the digest that it expects.
-    headers = {"x-loraplex-internal-token": TOKEN, "x-loraplex-base": base_fingerprint(bench.model("alpha"))}
+    headers = {"x-loraplex-internal-token": TOKEN, "x-loraplex-base": base_digest(bench.model("alpha"))}
     asked = gateway.session.post(f"{gamma.url}/v1/chat/completions", json=ASK | {"model": "gamma"}, headers=headers)
     async with asked as stale:
         assert (stale.status, (await stale.json())["error"]["code"]) == (503, "engine_unavailable")
@@ -354,7 +354,7 @@ async def test_engines_count_the_prompts_of_a_base_without_a_folder_here(bench: 
 async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench, other: Gateway):
     """The former weights' engine serves the base until one of the new weights is up, and its bound adapters after."""
     acme = await bench.gateway.tenant("acme")
-    assert (await bench.change("alpha", digest=base_fingerprint(bench.model("alpha")))).status == 200
+    assert (await bench.change("alpha", digest=base_digest(bench.model("alpha")))).status == 200
     await bench.are_up("alpha")
     first = await bench.upload(acme, "first", "alpha", 1)
     old, adapter = [text_of(await bench.direct(bench.alpha, each)) for each in ("alpha", first.json["digest"])]
@@ -363,7 +363,7 @@ async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench,
     load.start("alpha", old)
     load.start("first", adapter)
     await load.rounds()
-    assert (await bench.change("alpha", digest=base_fingerprint(bench.model("gamma")))).status == 200
+    assert (await bench.change("alpha", digest=base_digest(bench.model("gamma")))).status == 200
     await load.rounds()
     await load.stop("alpha")
     gamma = await bench.start("gamma", bench.free, "alpha")

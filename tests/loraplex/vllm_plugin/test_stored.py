@@ -12,7 +12,7 @@ import pytest
 from adapters.local_copies import LocalCopies
 from adapters.open_store import open_store
 from adapters.store import DirectoryStore, put
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from loraplex.vllm_plugin.stored import AdapterRefused, AdapterUnavailable, StoredAdapters, open_adapters
 from testing.adapter_files import BASE, write
 from testing.gateway.running import MODEL_CONFIG
@@ -52,11 +52,11 @@ def test_an_adapter_is_held_by_its_digest_and_checked_against_the_base(tmp_path:
 
 def test_only_the_expected_base_model_is_served(tmp_path: Path):
     right, wrong = save_base(tmp_path / "right"), save_base(tmp_path / "wrong")
-    fingerprint = base_fingerprint(Path(right))
-    adapters = StoredAdapters(DirectoryStore(tmp_path / "store"), fingerprint)
-    assert adapters.check_base(right).fingerprint == fingerprint
+    digest = base_digest(Path(right))
+    adapters = StoredAdapters(DirectoryStore(tmp_path / "store"), digest)
+    assert adapters.check_base(right).digest == digest
     for model in (wrong, "nobody/such-model"):
-        with pytest.raises(AdapterUnavailable, match=f"LORAPLEX_BASE_DIGEST: expected {fingerprint}"):
+        with pytest.raises(AdapterUnavailable, match=f"LORAPLEX_BASE_DIGEST: expected {digest}"):
             adapters.check_base(model)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.probing.base_fingerprint import base_fingerprint
+from engine.probing.base_digest import base_digest
 from testing.engine import RunningServer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
@@ -70,7 +70,7 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path, redis_url: str) 
     store.mkdir()
     (tmp_path / "key").write_text(API_KEY)
     flags = ("--dtype", "float32", "--max-model-len", str(CONTEXT))
-    plugin = {"LORAPLEX_ADAPTER_STORE": str(store), "LORAPLEX_BASE_DIGEST": base_fingerprint(model)}
+    plugin = {"LORAPLEX_ADAPTER_STORE": str(store), "LORAPLEX_BASE_DIGEST": base_digest(model)}
     async with AsyncExitStack() as stack:
         one = await stack.enter_async_context(vllm(model, tmp_path / "one.log", *flags, **plugin))
         split = (*flags, *request.param)
@@ -173,7 +173,7 @@ async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed
     loaded = (bench.folder / "one.log").read_text() + (bench.folder / "two.log").read_text()
     assert ("Resolved and loaded LoRA adapter" in loaded, "Loaded new LoRA adapter" in loaded) == (True, False)
     state = (await bench.engines(first))[bench.servers[0].url]["state"]
-    assert (state["finds_adapters"], state["base_digest"]) == (True, base_fingerprint(bench.folder / "tiny"))
+    assert (state["finds_adapters"], state["base_digest"]) == (True, base_digest(bench.folder / "tiny"))
 
     # Both tenants' streams run on the first server when it is killed.
     killed, left = bench.servers
