@@ -33,7 +33,7 @@ from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.routing.choice import (
     CROWDING,
-    LOAD_COST_FACTOR,
+    ADAPTER_LOAD_COST,
     Rates,
     RoutedRequest,
     choose,
@@ -122,7 +122,7 @@ def before(engines: list[EngineRecord], asked: Asked) -> EngineRecord:
     def order(engine: EngineRecord) -> tuple[int, float, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
         if not engine.holds(asked.digest):
-            seconds += LOAD_COST_FACTOR * load_seconds
+            seconds += ADAPTER_LOAD_COST * load_seconds
         return engine.fullness(), seconds, rank(asked.digest.encode(), engine.url)
 
     return min(engines, key=order)

@@ -79,7 +79,7 @@ def engines(number: int, chance: random.Random) -> list[EngineRecord]:
     found = []
     for i in range(number):
         record = EngineRecord(Address(f"http://engine-{i}:8000"), condition=Condition(Health.UP), slots=SLOTS)
-        record.other_gateways_load = int(chance.gauss(0.8 * SLOTS, 4))
+        record.other_processes_load = int(chance.gauss(0.8 * SLOTS, 4))
         record.state = EngineState(adapter_pages_total=2 * RESIDENT)
         record.observe_resident(digest_of(chance.randrange(ADAPTERS)) for _ in range(RESIDENT))
         found.append(record)
@@ -104,7 +104,7 @@ def choices(number: int) -> Iterator[Cost]:
 
     def sums() -> None:
         found = BaseEngines(fleet.engines)
-        _ = found.capacity, found.keeps_allowances, found.activated, found.digests, found.slots, found.load_factor
+        _ = found.capacity, found.keeps_allowances, found.activated, found.digests, found.slots, found.fleet_to_own
 
     yield measured("sums over engines", size, number, sums)
     yield measured("index of holders", size, number, lambda: BaseEngines(fleet.engines).holders(""))

@@ -291,7 +291,7 @@ class Simulation:
                 for gateway in self._gateways:
                     record = gateway.records[engine.number]
                     record.observe_resident(resident)
-                    record.other_gateways_load = engine.inside - record.requests.sequences
+                    record.other_processes_load = engine.inside - record.requests.sequences
             for gateway in self._gateways:
                 gateway.queue.admit()
 

@@ -60,7 +60,7 @@ from gateway.records.keys.sessions import SessionRecords
 from gateway.records.money.plans import Plans
 from gateway.records.money.prices import PriceList, Prices
 from gateway.records.partitions.request_ids import RequestIds
-from gateway.records.past_usage import UsagePast
+from gateway.records.past_usage import PastUsage
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refused import RefusalLog
 from gateway.records.tenants.bulk import TenantBulk
@@ -202,7 +202,7 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
         settings.lease_seconds,
         parse_fallback(settings.quota_fallback),
         resources.metrics.admitted_without_redis,
-        UsagePast(database, bases),
+        PastUsage(database, bases),
         settings.redis_check,
     )
     usage_logs = UsageLogClient(resources.session, settings.internal_token)

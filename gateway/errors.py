@@ -209,8 +209,8 @@ class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
 class RateLimited(GatewayError):
     """Exceeded limit.
 
-    limit_class: "requests", "tokens", "concurrency" or "budget", the `type` of the error's body. exceeded: the limit
-    and its amounts; None if the limit ended a running answer or upload.
+    limit_class: "requests", "tokens", "concurrency" or "budget"; it becomes `kind`, the `type` of the error's body.
+    exceeded: the limit and its amounts; None if the limit ended a running answer or upload.
     """
 
     status, code = 429, "rate_limit_exceeded"

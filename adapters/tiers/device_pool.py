@@ -149,7 +149,8 @@ class AdapterPool:
         Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
         reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant_id, weight: those of the
         request. A load into host memory joins the queue of each tenant that waits for it, and counts for the one whose
-        turn comes first; the copy to the device counts for the tenant of the call that starts it.
+        turn comes first. The copy to the device counts for the tenant of this call, or of the reservation if `poll`
+        starts it.
         """
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
@@ -168,7 +169,7 @@ class AdapterPool:
             self._errors[digest] = error
             return Residency.FAILED
         if digest in self._reservations:
-            self._reservations.ask(digest, tenant_id, weight)
+            self._reservations.reassign(digest, tenant_id, weight)
             return Residency.NO_ROOM  # `poll` places it
         if len(residents.copying) >= MAX_COPYING:
             return Residency.LOADING
@@ -179,7 +180,9 @@ class AdapterPool:
         return Residency.NO_ROOM
 
     def _fetch(self, digest: str, tenant_id: str, weight: float) -> None:
-        """Load the adapter into host memory, by the tenant's terms or by those of another one that waits for it."""
+        """Load the adapter into host memory if the limits of loads in flight allow it, or add its load to this tenant's
+        queue.
+        """
         fetch = self._fetching.get(digest)
         if fetch is not None:
             if tenant_id not in self._fetchers[digest]:
@@ -256,7 +259,7 @@ class AdapterPool:
 
     def take_loaded_bytes(self) -> dict[str, int]:
         """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request
-        caused it, whether or not that request runs later.
+        caused it, or whose reservation it fills, whether or not that request runs later.
         """
         loaded, self._loaded_bytes = self._loaded_bytes, Counter()
         return loaded

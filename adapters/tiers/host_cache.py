@@ -125,7 +125,7 @@ class HostCache:
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
         last two are remembered: see `FailedLoads`. tenant_id: the tenant whose queue the load joins, and that pays for
-        the load if this turn comes first. weight, bounded: see `FairThreads.submit`. Raises TooManyPending unless
+        the load if its turn comes first. weight, bounded: see `FairThreads.submit`. Raises TooManyPending unless
         `bounded` is false.
         """
         with self._changed:
@@ -150,7 +150,9 @@ class HostCache:
             return load
 
     def join(self, load: "Future[HostAdapter]", tenant_id: str, weight: float) -> None:
-        """Let a load of `fetch` that has not begun join this tenant's queue too; its caller waits for both tenants."""
+        """Queue a load of `fetch` for this tenant too; no effect once it runs. `stop_waiting` is called once, by the
+        caller of `fetch`.
+        """
         self._threads.share(tenant_id, load, weight=weight)
 
     def stop_waiting(self, digest: str, load: "Future[HostAdapter]") -> None:

@@ -58,8 +58,8 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:
-    """A waiting adapter's claim. tenant_id: the tenant whose terms hold, see `Reservations.ask`; since: the time at
-    which it was made.
+    """A waiting adapter's claim. tenant_id: the tenant that it belongs to, see `Reservations.reassign`; since: the time
+    at which it was made.
     """
 
     digest: str
@@ -141,11 +141,12 @@ class Reservations:
         self.reserved.add(size)
         return True
 
-    def ask(self, digest: str, tenant_id: str, weight: float) -> None:
+    def reassign(self, digest: str, tenant_id: str, weight: float) -> None:
         """Give a reservation to the tenant that asks for its adapter first in a step, unless it has another one.
 
         Requests ask in the order in which they should be served, so this is the least served tenant that needs the
-        adapter. Nothing is preempted for a tenant ahead of the others, which may have asked before it came.
+        adapter. Otherwise the reservation could stay with a tenant that is ahead of all others, for which
+        nothing is preempted.
         """
         if digest in self._asked:
             return
@@ -174,7 +175,9 @@ class Reservations:
             self.reserved_overdue.remove(reservation.size)
 
     def begin_step(self, now: float) -> None:
-        """Mark the overdue reservations, which are the oldest, and drop preemption times older than `CALM_S`."""
+        """Forget which adapters were asked for, mark the overdue reservations, which are the oldest, and drop
+        preemption times older than `CALM_S`.
+        """
         self._asked.clear()
         while self._preempted and now - next(iter(self._preempted.values())) >= CALM_S:
             self._preempted.popitem(last=False)

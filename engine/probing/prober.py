@@ -3,8 +3,9 @@
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A tenant has a
 single probe at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a
-prompt. So a request is delayed by few jobs at most, and many probes delay streams little. A tenant's probe waits for no
-other tenant's: a heavy tenant's load rests, and its passes wait behind its own requests. Independent of HTTP.
+prompt. So a request is delayed by at most one job of each tenant that probes, and many probes delay streams little. A
+tenant's probe waits for no other tenant's: a heavy tenant's load rests, and its passes wait behind its own requests.
+Independent of HTTP.
 """
 
 import asyncio

@@ -180,7 +180,7 @@ class Pacer:
         return is_due and self._steps_since_alone % 2 == 0 and self._steps_since_alone > 0
 
     def _compare(self, step: _Step) -> None:
-        """Learn the least chunk from a step whose size differs from the steps before it.
+        """Learn the minimum of prompt tokens from a step whose size differs from the steps before it.
 
         The comparison is with the quickest of these: a step that lost its core to another program looks expensive, and
         must not make a double chunk look cheap.
@@ -208,7 +208,7 @@ class Pacer:
         self._steps_since_trial = 0
 
     def _set_min_tokens(self, step: _Step) -> None:
-        """Make the step's size the least chunk and forget the usual steps, which had other sizes."""
+        """Make the step's prompt tokens the minimum and forget the usual steps, which had other sizes."""
         self._min_tokens = max(self._floor, step.tokens)
         self._recent.clear()
         self._recent.append(step)

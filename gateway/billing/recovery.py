@@ -1,5 +1,5 @@
 """Recovery of requests whose gateway died, or whose engine died and stays away: a gateway settles them with the
-engine's token counts.
+engine's token counts or, after ENGINE_PATIENCE_SECONDS, with the last reported progress.
 """
 
 import asyncio

@@ -219,7 +219,7 @@ class Fleet:
             if UNKNOWN_TENANTS in suspicion.others:
                 has_none = engine.serves_only(call.tenant.id)
             else:
-                has_none = not engine.other_gateways_load and engine.requests.tenants.isdisjoint(suspicion.others)
+                has_none = not engine.other_processes_load and engine.requests.tenants.isdisjoint(suspicion.others)
             is_spare = self._isolation.allows(engine) and not self._isolation.is_last(call.model.base, engine)
             return has_none and is_spare and usable(engine)
 
@@ -236,7 +236,7 @@ class Fleet:
         return await self._quarantine.suspicion(call.tenant.id, call.model.suspects, call.named)
 
     async def _note_survived(self, call: Call, in_flight: InFlight) -> None:
-        """Clear a suspected request that its engine has survived: it has answered it to the end."""
+        """Clear a suspected request once its engine has answered it to the end."""
         if in_flight.has_ended:
             await self._quarantine.note_survived(call.tenant.id, call.model.suspects, call.named)
 

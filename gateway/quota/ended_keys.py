@@ -41,7 +41,7 @@ MAX_FAMILIES = 500
 
 
 class KeyRecords(Protocol):
-    """Keys on record, implemented by `gateway.records.past_usage.UsagePast`. Raises Unavailable."""
+    """Keys on record, implemented by `gateway.records.past_usage.PastUsage`. Raises Unavailable."""
 
     async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]: ...
 

@@ -33,7 +33,7 @@ Script = Callable[..., Awaitable[Any]]
 
 
 class LedgerSums(Protocol):
-    """Usage sums from the ledger, implemented by `gateway.records.past_usage.UsagePast`. Raises Unavailable."""
+    """Usage sums from the ledger, implemented by `gateway.records.past_usage.PastUsage`. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int: ...
 

@@ -31,7 +31,7 @@ class UsagePart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 ALL = UsagePart()
 
 
-class UsagePast:
+class PastUsage:
     """Usage sums of a tenant or a part of it, exact to the microsecond of a row's `created_at`.
 
     Raises Unavailable if the database is away.

@@ -1,4 +1,4 @@
-"""Periods of activity reports, in whole minutes or hours, and the sums that cover them."""
+"""Periods of reports of activity and refusals, in whole minutes or hours, and the sums that cover them."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta

@@ -1,4 +1,4 @@
-"""States of adapters' versions. Folders below `adapters` read them too."""
+"""States of adapters' versions, in a module of their own for folders that may not import `adapters`."""
 
 from typing import Literal
 

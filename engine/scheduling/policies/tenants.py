@@ -303,7 +303,7 @@ def _lead(account: ServiceAccount, least: Sequence[ServiceAccount]) -> float:
 
 
 def _delete(queue: list[Request], request: Request) -> None:
-    """Remove a request from a list in order of turns."""
+    """Remove a request from a list that is sorted by order key."""
     at = bisect_left(queue, request.order_key, key=_order_key)
     while queue[at] is not request:
         at += 1

@@ -12,7 +12,7 @@ from typing import TypeVar
 from gateway.api.requests.memory import OPERATOR
 from gateway.sharing.concurrency import ConcurrencyLimiter
 
-# Concurrent calls of tenants and of the operator; a tenant has two of them.
+# Concurrent calls of all tenants, of the operator, and of one tenant at most.
 THREADS, OPERATORS_THREADS, MAX_PER_TENANT = 4, 2, 2
 T = TypeVar("T")
 

@@ -78,7 +78,7 @@ class BaseEngines:
         return sum(engine.slots for engine in self.available) / len(self.available) if self.available else 1.0
 
     @cached_property
-    def load_factor(self) -> float:
+    def fleet_to_own(self) -> float:
         """Return the sequences of all gateway processes as a multiple of this process's."""
         own = sum(engine.requests.sequences for engine in self.available)
         return sum(engine.load for engine in self.available) / own if own else 1.0
@@ -111,11 +111,11 @@ def capacity_of(available: Sequence[EngineRecord]) -> Capacity | None:
     places = sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants)
     rooms = () if places else rooms_of(available)
     return Capacity(
-        places_for_process=sum(max(0, engine.max_in_flight - engine.other_gateways_load) for engine in available),
+        places_for_process=sum(max(0, engine.max_in_flight - engine.other_processes_load) for engine in available),
         ordered_places=places,
         unordered_places=sum(engine.max_in_flight for engine in available) - places,
-        largest_ever=max(engine.max_sequences for engine in available),
-        largest_now=max((min(room) for room in rooms), default=math.inf),
+        max_request=max(engine.max_sequences for engine in available),
+        max_request_now=max((min(room) for room in rooms), default=math.inf),
         rooms=rooms,
     )
 

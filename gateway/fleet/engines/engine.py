@@ -117,8 +117,8 @@ class EngineRecord:
     requests: this process's requests there.
     resident: digests (no prefix) of the adapters that it holds.
     host: adapters in its host memory, for operators only.
-    other_gateways_load: number of other gateways' sequences.
-    last_other_gateways_load: the same when a DOWN engine was last up.
+    other_processes_load: number of other gateways' sequences.
+    last_other_processes_load: the same when a DOWN engine was last up.
     slots: number of sequences that it runs at once.
     load_seconds: time to load an adapter.
     prefetched: adapters in its host memory by hints.
@@ -140,8 +140,8 @@ class EngineRecord:
     requests: OwnRequests = field(default_factory=OwnRequests)
     resident: frozenset[str] = frozenset()
     host: frozenset[str] = frozenset()
-    other_gateways_load: int = 0
-    last_other_gateways_load: int = 0
+    other_processes_load: int = 0
+    last_other_processes_load: int = 0
     slots: int = DEFAULT_SLOTS
     load_seconds: float = DEFAULT_LOAD_SECONDS
     prefetched: Prefetched = field(default_factory=Prefetched)
@@ -165,7 +165,7 @@ class EngineRecord:
     @property
     def load(self) -> int:
         """Return the number of sequences on this engine, including the known ones of other gateways."""
-        return self.requests.sequences + self.other_gateways_load
+        return self.requests.sequences + self.other_processes_load
 
     @property
     def max_in_flight(self) -> int:
@@ -244,7 +244,7 @@ class EngineRecord:
 
     def serves_only(self, tenant_id: str) -> bool:
         """Return whether no other tenant has a request here, running or detached, as far as this process knows."""
-        return not self.other_gateways_load and self.requests.tenants <= {tenant_id}
+        return not self.other_processes_load and self.requests.tenants <= {tenant_id}
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
@@ -300,7 +300,7 @@ class EngineRecord:
             return
         if state.instance != self.state.instance:
             self.note_end()
-        self.last_other_gateways_load = 0
+        self.last_other_processes_load = 0
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
             self.observed_at = self.read_at
@@ -311,7 +311,7 @@ class EngineRecord:
             self.host = frozenset()
         self.state = state
         self.observe_resident(bare_digest(digest) for digest in state.adapters_resident)
-        self.other_gateways_load = max(0, state.running + state.waiting - own)
+        self.other_processes_load = max(0, state.running + state.waiting - own)
         self.slots = state.max_num_seqs or self.slots
         if state.adapter_load_seconds > 0:
             self.load_seconds = max(state.adapter_load_seconds, MIN_LOAD_SECONDS)
@@ -319,8 +319,8 @@ class EngineRecord:
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
         """Stop sending requests to the engine. health: DOWN, SILENT, DRAINING or ASLEEP."""
         self._change(health, reason)
-        self.last_other_gateways_load = self.other_gateways_load or self.last_other_gateways_load
-        self.other_gateways_load = 0
+        self.last_other_processes_load = self.other_processes_load or self.last_other_processes_load
+        self.other_processes_load = 0
 
     def mark_gone(self, instance: str | None, reason: str) -> None:
         """Stop sending requests to the engine because of its instance, unless another one has reported since."""

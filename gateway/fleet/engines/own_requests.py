@@ -40,8 +40,8 @@ def named(suspects: Sequence[Suspect]) -> Names:
 
 @dataclass(slots=True)
 class DetachedRequest:
-    """A request or a hint whose answer this process stopped reading before its end, because the client left or the
-    connection broke. The engine may still work on it.
+    """A request or a hint whose answer this process stopped reading before its end: the client left or read too slowly,
+    or a time limit passed. A hint also counts if its connection broke. The engine may still work on it.
 
     at: time at which that happened (monotonic). names: its names in the quarantine; a hint has none. is_reported:
     whether a death was reported with it.

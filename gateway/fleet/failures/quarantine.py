@@ -214,7 +214,7 @@ class Quarantine:
         instance = former or engine.state.instance
         # A connection may break, or be found broken, long after the first one. Its tenant was not there alone.
         tenants = tenants.union(*(death.reported for death in self._deaths.of_instance(engine.url, instance)))
-        has_others = bool(engine.other_gateways_load or engine.last_other_gateways_load)
+        has_others = bool(engine.other_processes_load or engine.last_other_processes_load)
         if has_others and (self._shared is None or self._shared.is_away):
             tenants = tenants | {UNKNOWN_TENANTS}
         processes = list[str]()
@@ -343,9 +343,9 @@ class Quarantine:
         self.take_over(orphaned, age, bool(known))
 
     def _answer(self, death: Death) -> None:
-        """Answer another process's report of a death. Report this process's tenants and abandoned requests on that
+        """Answer another process's report of a death. Report this process's tenants and detached requests on that
         engine, because one of them may be the cause; report that there are none only if the death waits for this
-        process's answer. Send nothing if no answer is awaited, no abandoned request is new, and the death already lists
+        process's answer. Send nothing if no answer is awaited, no detached request is new, and the death already lists
         all these tenants.
         """
         tenants, names = self._report_detached(death.engine, death.instance)

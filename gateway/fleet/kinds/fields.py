@@ -54,8 +54,8 @@ RENDERERS_OWN = frozenset(
 )
 
 
-def check_fields(raw: bytes, type_: RequestType, own_fields: Sequence[type[OwnFields]]) -> bytes:
-    """Return the body without the fields that only some engine kinds serve, so that `type_` can decode it.
+def check_fields(raw: bytes, request_type: RequestType, own_fields: Sequence[type[OwnFields]]) -> bytes:
+    """Return the body without the fields that only some engine kinds serve, so that `request_type` can decode it.
 
     Raises the protocol's BadRequest for a field that is sent to no engine. A body that is not a JSON object is returned
     unchanged: `decode` reports it.
@@ -66,7 +66,7 @@ def check_fields(raw: bytes, type_: RequestType, own_fields: Sequence[type[OwnFi
         return raw
     if not isinstance(fields, dict):
         return raw
-    _refuse_unknown(fields, type_, own_fields)
+    _refuse_unknown(fields, request_type, own_fields)
     names = _names(own_fields) & fields.keys()
     if not names:
         return raw
@@ -75,16 +75,18 @@ def check_fields(raw: bytes, type_: RequestType, own_fields: Sequence[type[OwnFi
     return msgspec.json.encode({name: value for name, value in fields.items() if name not in names})
 
 
-def allowed(body: dict[str, Any], type_: RequestType, own_fields: Sequence[type[OwnFields]] = ()) -> dict[str, Any]:
+def allowed(
+    body: dict[str, Any], request_type: RequestType, own_fields: Sequence[type[OwnFields]] = ()
+) -> dict[str, Any]:
     """Return the declared fields of a checked body, at every depth, that have a value and that engines use.
 
     Raises the protocol's BadRequest as `check_fields` does, which has not run if all foreign servers announced
     themselves.
     """
     body = {name: msgspec.json.decode(value) if isinstance(value, Raw) else value for name, value in body.items()}
-    _refuse_unknown(body, type_, own_fields)
-    served = {name: body[name] for name in (_served(type_) - DROPPED) & body.keys() if body[name] is not None}
-    sent: dict[str, Any] = _declared(served, _type_info(type_))
+    _refuse_unknown(body, request_type, own_fields)
+    served = {name: body[name] for name in (_served(request_type) - DROPPED) & body.keys() if body[name] is not None}
+    sent: dict[str, Any] = _declared(served, _type_info(request_type))
     return sent | {name: body[name] for name in _names(own_fields) & body.keys() if body[name] is not None}
 
 
@@ -104,9 +106,9 @@ def cache_salt(tenant_id: str, digest: str | None, client_salt: str | None) -> s
     return hashlib.sha256(parts.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _refuse_unknown(fields: dict[str, Any], type_: RequestType, own_fields: Sequence[type[OwnFields]]) -> None:
+def _refuse_unknown(fields: dict[str, Any], request_type: RequestType, own_fields: Sequence[type[OwnFields]]) -> None:
     # A field without a value has no effect.
-    known = {*type_.__struct_fields__, *_names(own_fields), *DROPPED}
+    known = {*request_type.__struct_fields__, *_names(own_fields), *DROPPED}
     for name, value in fields.items():
         if value is not None and name not in known:
             raise BadRequest(name[:64], f"{name[:64]}: is not served by this gateway.", "unsupported_parameter")
@@ -121,14 +123,14 @@ def _names(own_fields: Sequence[type[OwnFields]]) -> frozenset[str]:
 
 
 @cache
-def _served(type_: RequestType) -> frozenset[str]:
+def _served(request_type: RequestType) -> frozenset[str]:
     """Return the fields of a request that the engines use."""
-    return frozenset(field.name for field in msgspec.structs.fields(type_) if field.type != NotServed)
+    return frozenset(field.name for field in msgspec.structs.fields(request_type) if field.type != NotServed)
 
 
 @cache
-def _type_info(type_: RequestType) -> inspect.Type:
-    return inspect.type_info(type_)
+def _type_info(request_type: RequestType) -> inspect.Type:
+    return inspect.type_info(request_type)
 
 
 def _declared(value: Any, declared: inspect.Type) -> Any:

@@ -70,7 +70,7 @@ class RuntimeAdapters:
         self._verified = VerifiedFiles()
         self._api = api
         self._threads = FairThreads(FILE_THREADS, "adapter-files", max_pending=0, max_pending_per_tenant=0)
-        self._progress: WeakKeyDictionary[EngineRecord, _LoadsInProgress] = WeakKeyDictionary()
+        self._server_loads: WeakKeyDictionary[EngineRecord, _ServerLoads] = WeakKeyDictionary()
 
     async def ensure(
         self,
@@ -88,9 +88,9 @@ class RuntimeAdapters:
         it must be loaded. Raises the protocol's BadRequest for an activated LoRA, RankNotServed, UpstreamFailed,
         ClientError, OSError, TimeoutError.
         """
-        progress = self._progress.setdefault(engine, _LoadsInProgress())
+        server = self._server_loads.setdefault(engine, _ServerLoads())
         self._uses.note(engine.url, digest, tenant_id)
-        while (unload := progress.unload_events.get(digest)) is not None:
+        while (unload := server.unload_events.get(digest)) is not None:
             # The load must not overtake the unload in flight.
             await unload.wait()
         if again:
@@ -98,14 +98,14 @@ class RuntimeAdapters:
         elif engine.state.finds_adapters:
             engine.resident |= {digest}
         if digest not in engine.resident:
-            progress.check(digest)
-            load = progress.loads.get(digest)
+            server.check(digest)
+            load = server.loads.get(digest)
             if load is None:
-                load = progress.loads[digest] = Load()
-                load.task = asyncio.create_task(self._load_in_turn(engine, digest, load, tenant_id, progress))
-                load.task.add_done_callback(lambda done: progress.ended(digest, done))
+                load = server.loads[digest] = Load()
+                load.task = asyncio.create_task(self._load_in_turn(engine, digest, load, tenant_id, server))
+                load.task.add_done_callback(lambda done: server.ended(digest, done))
             await load.wait(on_sent)
-        await self._make_room(engine, progress)
+        await self._make_room(engine, server)
 
     def note_running(self, engine: EngineRecord) -> None:
         """Record a use of each adapter that requests of this process use now.
@@ -119,25 +119,25 @@ class RuntimeAdapters:
 
     def refused_above(self, engine: EngineRecord) -> int:
         """Return the largest rank that the server takes, by its refusal of a larger one; 0 without a refusal."""
-        progress = self._progress.get(engine)
-        return 0 if progress is None else progress.max_rank
+        server = self._server_loads.get(engine)
+        return 0 if server is None else server.max_rank
 
     def forget_failures(self, engine: EngineRecord) -> None:
         """Forget what refusals of loads have shown, because another server may run now."""
-        if (progress := self._progress.get(engine)) is not None:
-            progress.max_rank = 0
-            progress.failures.clear()
+        if (server := self._server_loads.get(engine)) is not None:
+            server.max_rank = 0
+            server.failures.clear()
 
     async def _load_in_turn(
-        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, progress: "_LoadsInProgress"
+        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, server: "_ServerLoads"
     ) -> None:
         """Load an adapter beside at most TENANT_LOADS - 1 others of the tenant on the server."""
-        async with progress.turn(tenant_id):
+        async with server.turn(tenant_id):
             if load.waiting:
-                await self._load(engine, digest, load, tenant_id, progress)
+                await self._load(engine, digest, load, tenant_id, server)
 
     async def _load(
-        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, progress: "_LoadsInProgress"
+        self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str, server: "_ServerLoads"
     ) -> None:
         with ExitStack() as stack:
             try:
@@ -147,7 +147,7 @@ class RuntimeAdapters:
                 raise FilesMissing("The files of the adapter are missing from the adapter store.") from error
             except AdapterError as error:
                 damaged = UpstreamFailed("The adapter in the adapter store is damaged.")
-                raise progress.failed(digest, damaged) from error
+                raise server.failed(digest, damaged) from error
             if checkpoint.manifest.invocation:
                 # These servers ignore the field, and would apply the adapter to all tokens.
                 raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens).")
@@ -161,51 +161,51 @@ class RuntimeAdapters:
             status, answer = await self._post(engine, self._api.load, body)
         if not self._api.is_loaded(status, answer, body["lora_name"]):
             log.error("engine %s could not load adapter %s: %d %s", engine.url, digest, status, _message(answer))
-            raise progress.failed(digest, self._failure(status, answer, progress))
+            raise server.failed(digest, self._failure(status, answer, server))
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
 
-    def _failure(self, status: int, answer: bytes, progress: "_LoadsInProgress") -> GatewayError:
+    def _failure(self, status: int, answer: bytes, server: "_ServerLoads") -> GatewayError:
         """Return the error of a load that the server refused, and note the largest rank that its answer names."""
         pattern = self._api.rank_refusal
         named = pattern.search(answer) if pattern is not None else None
         if named is None:
             return UpstreamFailed(f"The engine could not load the adapter (it answered {status}).")
-        progress.max_rank = int(named[1])
+        server.max_rank = int(named[1])
         return RankNotServed(
-            f"model: the adapter's rank is larger than {progress.max_rank}, the largest that this engine serves.",
+            f"model: the adapter's rank is larger than {server.max_rank}, the largest that this engine serves.",
             param="model",
         )
 
-    async def _make_room(self, engine: EngineRecord, progress: "_LoadsInProgress") -> None:
+    async def _make_room(self, engine: EngineRecord, server: "_ServerLoads") -> None:
         """If the server holds more adapters than its limit and some are idle, wait for the unloading in progress and
         one more.
 
         The second begins after this request's load. Further ones make room for loads of others.
         """
         for _ in range(2):
-            surplus_task = self._surplus_task(engine, progress)
+            surplus_task = self._surplus_task(engine, server)
             if surplus_task is None:
                 return
             # A client that leaves must not end it, or such clients would fill the server.
             await asyncio.shield(surplus_task)
 
-    def _surplus_task(self, engine: EngineRecord, progress: "_LoadsInProgress") -> "asyncio.Task[None] | None":
+    def _surplus_task(self, engine: EngineRecord, server: "_ServerLoads") -> "asyncio.Task[None] | None":
         """Return the task that unloads the surplus, and start it unless it runs. Return None without a surplus."""
-        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, progress):
+        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, server):
             return None
-        if progress.surplus_task is None:
-            progress.surplus_task = asyncio.create_task(self._unload_surplus(engine, progress))
-        return progress.surplus_task
+        if server.surplus_task is None:
+            server.surplus_task = asyncio.create_task(self._unload_surplus(engine, server))
+        return server.surplus_task
 
-    async def _unload_surplus(self, engine: EngineRecord, progress: "_LoadsInProgress") -> None:
+    async def _unload_surplus(self, engine: EngineRecord, server: "_ServerLoads") -> None:
         """Unload adapters beyond the server's limit, whichever gateway loaded or used them."""
         try:
             uses = await self._uses.all(engine.url)
             surplus = max(0, len(engine.resident) - engine.address.adapters)
-            for digest in victims(self._idle(engine, progress), engine.resident, uses, surplus):
+            for digest in victims(self._idle(engine, server), engine.resident, uses, surplus):
                 engine.resident -= {digest}
-                with progress.unload(digest):
+                with server.unload(digest):
                     try:
                         body = {"lora_name": self._api.name(digest)}
                         status, answer = await self._post(engine, self._api.unload, body)
@@ -215,13 +215,13 @@ class RuntimeAdapters:
                     reason = _message(answer)
                     log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
         finally:
-            progress.surplus_task = None
+            server.surplus_task = None
         # Adapters may have been loaded meanwhile, and the clients that would unload others for them may have left.
-        self._surplus_task(engine, progress)
+        self._surplus_task(engine, server)
 
-    def _idle(self, engine: EngineRecord, progress: "_LoadsInProgress") -> list[str]:
+    def _idle(self, engine: EngineRecord, server: "_ServerLoads") -> list[str]:
         return [
-            each for each in engine.resident if not engine.requests.by_digest.get(each) and each not in progress.loads
+            each for each in engine.resident if not engine.requests.by_digest.get(each) and each not in server.loads
         ]
 
     async def _post(self, engine: EngineRecord, path: str, body: dict[str, str]) -> tuple[int, bytes]:
@@ -270,7 +270,7 @@ class Load:
             on_sent()
 
 
-class _LoadsInProgress:
+class _ServerLoads:
     """Running loads and unloads of a server, and what its refusals of loads have shown.
 
     unload_events: set at the end of each running unload, by digest. surplus_task: unloads the adapters beyond the

@@ -71,20 +71,20 @@ class Room(NamedTuple):
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
-    places_for_process: places on the engines that this process fills; only a tenant below its share is admitted beyond
-        them.
+    places_for_process: places on the engines that other processes leave to this one. If engines order tenants, a tenant
+        below its share is admitted beyond them.
     ordered_places: places of the engines that order tenants fairly, including those that other processes use.
     unordered_places: places of the other engines, including those that other processes use.
-    largest_now: maximum sequences of a request that some engine takes now.
-    largest_ever: maximum sequences of a request that some engine takes at all.
+    max_request_now: maximum sequences of a request that some engine takes now.
+    max_request: maximum sequences of a request that some engine takes at all.
     rooms: room of each engine; empty if an engine orders tenants (`ordered_places` above 0).
     """
 
     places_for_process: int
     ordered_places: int
     unordered_places: int = 0
-    largest_now: float = math.inf
-    largest_ever: float = math.inf
+    max_request_now: float = math.inf
+    max_request: float = math.inf
     rooms: tuple[Room, ...] = ()
 
     @property
@@ -96,14 +96,14 @@ class Capacity(NamedTuple):
         """Return the number of places of a request: one if an engine that orders tenants can take it, none if no engine
         can.
         """
-        if sequences > self.largest_ever:
+        if sequences > self.max_request:
             return 0
         return 1 if self.ordered_places else sequences
 
     def fits(self, sequences: int, inside: int) -> bool:
         """Return whether a request fits beside those that take `inside` places, or would fail without a place."""
         size = self.size(sequences)
-        return not size or (inside + size <= self.places_for_process and size <= max(1, self.largest_now))
+        return not size or (inside + size <= self.places_for_process and size <= max(1, self.max_request_now))
 
     def leaves_half(self, sequences: int, inside: int) -> bool:
         """Return whether a request leaves half of this process's places free of its tenant.

@@ -39,7 +39,7 @@ def choose_in(fleet: BaseEngines, request: RoutedRequest, in_progress: int, usab
 
     near, homes = list(islice(filter(fits, islice(fleet.ring.order(request.affinity), FAR)), NEAR)), Homes()
     if request.digest is not None:
-        needed = homes_needed(in_progress, request.rate, fleet.load_factor, fleet.slots)
+        needed = homes_needed(in_progress, request.rate, fleet.fleet_to_own, fleet.slots)
         homes = _homes(fleet, request.digest, needed, near, fits)
     # An adapter with many homes has some of them as candidates instead of its first engines.
     candidates = dict.fromkeys(homes.engines if homes.number > NEAR else near)
@@ -56,7 +56,7 @@ def engines_for(fleet: BaseEngines, digest: str, rate: float, fits: Usable) -> l
     rate: as in `RoutedRequest`.
     """
     in_progress = sum(engine.requests.by_digest[digest] for engine in fleet.engines)
-    needed = homes_needed(in_progress, rate, fleet.load_factor, fleet.slots)
+    needed = homes_needed(in_progress, rate, fleet.fleet_to_own, fleet.slots)
     key = digest.encode()
     order = fleet.ring.order(key) if fleet.is_large else sorted(fleet.engines, key=lambda each: rank(key, each.url))
     return list(islice(filter(fits, order), max(1, needed)))

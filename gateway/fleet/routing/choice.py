@@ -28,7 +28,7 @@ from wire.bounded_dict import BoundedDict
 # both have a free place.
 CROWDING = 0.05
 # Cost of one load, in loads: it also evicts another adapter, which must be loaded again later.
-LOAD_COST_FACTOR = 2.0
+ADAPTER_LOAD_COST = 2.0
 # Engines' loads are compared in quarters of a batch. Within a quarter, the conversation and the adapter's order decide.
 LEVELS = 4
 # Requests of one adapter, in batches of an engine, for which one home is enough.
@@ -39,7 +39,7 @@ HOME_SECONDS = 10.0
 RATE_SECONDS = 1.0
 MAX_RATES = 50_000
 # Maximum factor between this process's requests and those of all gateways.
-MAX_LOAD_FACTOR = 64
+MAX_FLEET_TO_OWN = 64
 # Leading characters, or tokens, of a prompt that identify its conversation, and leading parts of a message.
 PREFIX_CHARS = 1024
 PREFIX_PARTS = 8
@@ -136,7 +136,7 @@ def adapter_seconds(
         # A home's load serves its part of the adapter's next requests.
         served = max(1.0, request.rate * HOME_SECONDS / homes.number) if engine in homes.engines else 1.0
         # An engine loads one adapter after another.
-        seconds += LOAD_COST_FACTOR * load_seconds / served + len(engine.requests.loading) * load_seconds
+        seconds += ADAPTER_LOAD_COST * load_seconds / served + len(engine.requests.loading) * load_seconds
     if digest is not None and not engine.has_room_for(digest):
         # The load waits until all requests of another adapter have ended.
         seconds += request_seconds
@@ -146,23 +146,23 @@ def adapter_seconds(
 def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -> int:
     """Return the number of engines that an adapter's requests should use. engines: all available ones."""
     own = sum(engine.requests.sequences for engine in engines)
-    load_factor = sum(engine.load for engine in engines) / own if own else 1.0
+    fleet_to_own = sum(engine.load for engine in engines) / own if own else 1.0
     in_progress = sum(engine.requests.by_digest[digest] for engine in engines)
     slots = sum(engine.slots for engine in engines) / len(engines)
-    return min(len(engines), homes_needed(in_progress, rate, load_factor, slots))
+    return min(len(engines), homes_needed(in_progress, rate, fleet_to_own, slots))
 
 
-def homes_needed(in_progress: int, rate: float, load_factor: float, slots: float) -> int:
+def homes_needed(in_progress: int, rate: float, fleet_to_own: float, slots: float) -> int:
     """Return the number of homes for an adapter's requests.
 
     It follows from the requests in progress and those of the next RATE_SECONDS, without the one that is placed now: a
     single request makes no adapter popular, however long requests take. Other gateways are assumed to have the same
     share of this adapter's requests as of all requests.
 
-    in_progress, rate: the adapter's requests in this process, and per second. load_factor: requests of all processes as
-    a multiple of this one's. slots: mean of an engine's.
+    in_progress, rate: the adapter's requests in this process, and per second. fleet_to_own: requests of all processes
+    as a multiple of this one's. slots: mean of an engine's.
     """
-    requests = max(0.0, in_progress + rate * RATE_SECONDS - 1.0) * min(MAX_LOAD_FACTOR, load_factor)
+    requests = max(0.0, in_progress + rate * RATE_SECONDS - 1.0) * min(MAX_FLEET_TO_OWN, fleet_to_own)
     return math.ceil(requests / slots / HOME_BATCHES)
 
 

@@ -1,9 +1,9 @@
 """Limits of tenants, keys, models and adapters.
 
 The database stores limits of requests in one column, as a JSON object by the kinds' names, and those of adapters in
-another. Gateways of the previous release read and write one column for each kind of requests (FORMER_COLUMNS). This
-release writes these columns too, and prefers their values when it reads: if they differ from the JSON, an older gateway
-has changed them. The next release can drop them.
+another. Gateways of the previous release read and write one column for each kind of request limit (FORMER_COLUMNS).
+This release writes these columns too, and prefers their values when it reads: if they differ from the JSON, an older
+gateway has changed them. The next release can drop them.
 """
 
 from collections.abc import Mapping

@@ -92,7 +92,7 @@ def versions(name: str, tenant: str | None, as_json: bool, gateway: Gateway) -> 
     "--pin/--no-pin",
     "pinned",
     default=None,
-    help="Keep it in engines' host memory, and on record even if it is not of the newest 20; for operators.",
+    help="Keep it in engines' host memory, and on record beyond the newest 20 versions; for operators.",
 )
 @click.option("--force", is_flag=True, help="Retire it although an alias refers to it.")
 @tenant_options()

@@ -72,7 +72,8 @@ def fairness(as_json: bool, gateway: Gateway) -> None:
 
 def _share(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        **{name: row[name] for name in ("tenant", "weight")},
+        "tenant": row["tenant"],
+        "weight": row["weight"],
         **{f"{name}_now": _percent(row["now"][name]) for name in ("share", "due")},
         **{f"{name}_1h": _percent(row["hour"][name]) for name in ("share", "due")},
         "behind": row["is_behind"],

@@ -126,7 +126,7 @@ def _tenant_lines(usage: list[dict[str, Any]], queue: list[dict[str, Any]], most
                 "tokens_out/s": f"{sums.get('completion_tokens', 0) / RATE_SECONDS:.1f}",
                 "tokens_in/s": f"{sums.get('prompt_tokens', 0) / RATE_SECONDS:.1f}",
                 "requests": sums.get("requests", 0),
-                "running": wait.get("inside", 0),
+                "on_engines": wait.get("inside", 0),
                 "waiting": wait.get("waiting", 0),
                 "longest_wait_s": f"{wait['waited']:.1f}" if wait.get("waiting") else None,
             }

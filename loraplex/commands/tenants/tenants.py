@@ -28,7 +28,7 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--force", is_flag=True, help="Accept --model-limits of models that do not exist yet."),
         click.option("--tags", type=Tags(), help="All tags, comma separated, or 'none'."),
-        click.option("--note", help="Note for operators; '' removes it, as in the next three."),
+        click.option("--note", help="Note for operators; '' removes it, and likewise the three above."),
         click.option("--contact", help="Person or address to write to."),
         click.option("--external-id", help="Id of the tenant in another system, such as billing; unique."),
         click.option("--display-name", help="Name shown to people."),

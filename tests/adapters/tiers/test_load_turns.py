@@ -71,7 +71,7 @@ def test_a_load_that_a_step_needs_waits_for_no_rest_of_the_tenant_that_asked_bef
     wait_for(pool, shared, tenant_id="light")
 
 
-def test_a_load_that_two_tenants_need_has_the_terms_of_the_lightest(
+def test_a_load_that_two_tenants_need_runs_in_the_first_of_their_turns(
     make: Make,
     host: HostCache,
     adapter: Callable[..., str],

@@ -1,4 +1,4 @@
-"""The least chunk of a device reaches the pacer of its engine."""
+"""The minimum of prompt tokens of a device reaches the pacer of its engine."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from testing.tiny import save_model
 
 
 @pytest.mark.parametrize(("device", "least"), [("cuda", 256), ("cpu", 4)])
-def test_an_engines_pacer_has_the_least_chunk_of_its_device(
+def test_an_engines_pacer_has_the_minimum_of_its_device(
     device: str, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The simulated device takes the place of the device, so no GPU is needed. Nothing is known about its steps yet."""

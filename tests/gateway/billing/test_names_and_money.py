@@ -20,7 +20,7 @@ from gateway.records.keys import keys as key_records
 from gateway.records.keys import removed as removed_keys
 from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
-from gateway.records.past_usage import UsagePart, UsagePast
+from gateway.records.past_usage import UsagePart, PastUsage
 from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
@@ -151,7 +151,7 @@ async def test_prices_and_limits_stay_with_the_content(
     # The ledger's sum after a loss of Redis counts the same names against the limit.
     await UsageWriter(database).write([row("r", tenant_id=acme.id, model=name, cost=7)])
     day = timedelta(days=2)
-    past = UsagePast(database, only())
+    past = PastUsage(database, only())
     assert await past.cost(acme.id, NOON - day, NOON + day, UsagePart(models=("premium",))) == 7
     assert await past.cost(acme.id, NOON - day, NOON + day, UsagePart(besides=("premium", "*"))) == 0
     await push(catalog, acme, "fresh", "f")
@@ -184,7 +184,7 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     rows = [row(f"r{i}", tenant_id=acme.id, model=model, cost=10**i) for i, model in enumerate(models)]
     other = row("other", tenant_id="other", model="pirate", cost=10**6)
     await UsageWriter(database).write([*rows, other])
-    past, since = UsagePast(database, only()), NOON - timedelta(days=2)
+    past, since = PastUsage(database, only()), NOON - timedelta(days=2)
 
     async def cost(**part: Any) -> int:
         return await past.cost(acme.id, since, NOON + timedelta(days=2), UsagePart(**part))
@@ -276,7 +276,7 @@ async def test_what_a_rotated_key_spent_is_backfilled_for_its_family(gateway: Ga
     who = principal(key={"budget_per_month": 1000}, tenant_id=tenant.id, key_family=made["id"])
     with ValkeyServer() as server:
         redis = connect(server.connection_url, timeout=10.0)
-        quota = Quota(redis, 10.0, 30, past=UsagePast(database, only(BASE_MODEL)))
+        quota = Quota(redis, 10.0, 30, past=PastUsage(database, only(BASE_MODEL)))
         dear = Price(output=1_000_000)
         with pytest.raises(RateLimited, match=r", 0\.0002 is left\."):
             await quota.acquire(who, "base", "r", RequestSize(0, 201, price=dear))
@@ -311,7 +311,7 @@ async def test_what_a_removed_key_spent_is_backfilled_for_its_family(
     await UsageWriter(database).write(used)
 
     async def cost() -> int:
-        past, after = UsagePast(database, only(BASE_MODEL)), now + timedelta(seconds=1)
+        past, after = PastUsage(database, only(BASE_MODEL)), now + timedelta(seconds=1)
         return await past.cost(tenant.id, now - timedelta(days=1), after, UsagePart(family=first))
 
     assert await cost() == 11111

@@ -13,7 +13,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.store import QuotaStore
 from gateway.records.money.prices import FREE
-from gateway.records.past_usage import UsagePast
+from gateway.records.past_usage import PastUsage
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys, tenants
 from gateway.redis import sweeps
@@ -162,7 +162,7 @@ async def test_families_are_valid_while_a_key_of_them_is(database: Database):
                 key("another-tenants", tenant="t2"),
             ],
         )
-    past = UsagePast(database, only(BASE_MODEL))
+    past = PastUsage(database, only(BASE_MODEL))
     asked = {
         *("plain", "revoked", "revoked-now", "expired", "expires", "rotated", "successor", "another-tenants"),
         "deleted",

@@ -28,7 +28,7 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.usage_backfill import DAY, HOUR, still_counted
 from gateway.records.money.prices import Price
-from gateway.records.past_usage import ALL, UsagePart, UsagePast
+from gateway.records.past_usage import ALL, UsagePart, PastUsage
 from gateway.records.sql.database import Database
 from gateway.records.usage.report import UsageReport
 from gateway.redis.client import connect
@@ -68,7 +68,7 @@ class Server(Protocol):
 @asynccontextmanager
 async def quota_of(server: Server, database: Database, *fallback: str) -> AsyncIterator[Quota]:
     redis = connect(server.connection_url, timeout=10.0)
-    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database, only(BASE_MODEL)))
+    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=PastUsage(database, only(BASE_MODEL)))
     try:
         yield quota
     finally:
@@ -100,7 +100,7 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
         for i in range(200)
     ]
     await UsageWriter(database).write(rows)
-    past = UsagePast(database, only("m0"))
+    past = PastUsage(database, only("m0"))
     for first, last in ((0, 199), (3, 150), (77, 78), (100, 100)):
         since, until = rows[first].created_at, rows[last].created_at
         for part, chosen in (
@@ -211,7 +211,7 @@ async def test_requests_at_once_ask_the_ledger_once(server: ValkeyServer, record
     who = principal(tenant={"budget_per_month": 50})
     asked = 0
 
-    class Counting(UsagePast):
+    class Counting(PastUsage):
         async def cost(self, *given: Any, **only: Any) -> int:
             nonlocal asked
             asked += 1

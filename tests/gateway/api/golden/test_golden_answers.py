@@ -329,7 +329,7 @@ async def test_answers_that_cannot_be_compared_are_not_recorded(
 def test_a_background_check_needs_an_engine_that_uses_less_than_half_of_its_places():
     found = []
     for load in range(4):
-        engine = EngineRecord(Address("http://one"), Condition(Health.UP), other_gateways_load=load, slots=4)
+        engine = EngineRecord(Address("http://one"), Condition(Health.UP), other_processes_load=load, slots=4)
         found.append(upgrades.has_room(engine))
     assert found == [True, True, False, False]
 

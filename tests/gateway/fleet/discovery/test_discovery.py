@@ -241,9 +241,9 @@ def test_others_requests_are_all_but_ours():
     engine = EngineRecord(Address("http://a"))
     engine.requests.sequences = 3
     engine.observe_state(EngineState(running=4, waiting=2, max_num_seqs=8), 3)
-    assert (engine.other_gateways_load, engine.load, engine.slots) == (3, 6, 8)
+    assert (engine.other_processes_load, engine.load, engine.slots) == (3, 6, 8)
     engine.observe_state(EngineState(running=1, waiting=0), 3)
-    assert engine.other_gateways_load == 0
+    assert engine.other_processes_load == 0
 
 
 class Clock:

@@ -62,12 +62,12 @@ async def test_residency_and_load_are_heard_as_they_change(session: ClientSessio
         upstream.resident = ["sha256:" + "d" * 64]
         await fleet.until(lambda: fleet.engine.resident == {"d" * 64})
         upstream.running = 5
-        await fleet.until(lambda: fleet.engine.other_gateways_load == 5)
+        await fleet.until(lambda: fleet.engine.other_processes_load == 5)
         with fleet.engine.requests.count(None):
             upstream.running = 6
             # Our own request is among the six.
             await fleet.until(lambda: fleet.engine.state.running == 6)
-            assert (fleet.engine.other_gateways_load, fleet.engine.load) == (5, 6)
+            assert (fleet.engine.other_processes_load, fleet.engine.load) == (5, 6)
         upstream.resident, upstream.running = [], 0
         await fleet.until(lambda: not fleet.engine.resident and not fleet.engine.load)
 

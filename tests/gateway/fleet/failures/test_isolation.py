@@ -160,7 +160,7 @@ async def test_an_older_report_does_not_show_that_an_engine_is_free(any_redis: A
     await asyncio.sleep(2 * isolation.SHARING_SECONDS)
     assert turns.entered == []
     fleet[0].observe_state(EngineState(running=1), 0)
-    assert fleet[0].other_gateways_load == 1
+    assert fleet[0].other_processes_load == 1
     await asyncio.sleep(3 * isolation.PAUSE_SECONDS)
     assert turns.entered == []
     fleet[0].observe_state(EngineState(readings=7), 0)
@@ -209,12 +209,12 @@ async def test_requests_of_a_tenant_beyond_a_number_are_refused(any_redis: Any, 
     monkeypatch.setattr(isolation, "MAX_WAITING", 2)
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
-    fleet[0].other_gateways_load = 1
+    fleet[0].other_processes_load = 1
     waiting = [turns.begin("a", already_over()) for _ in range(2)]
     await becomes(lambda: turns.waiting("a") == 2)
     with pytest.raises(NotAlone):
         await turns.begin("a", already_over())
-    fleet[0].other_gateways_load = 0
+    fleet[0].other_processes_load = 0
     assert await turns.begin("b", already_over()) is fleet[0]
     await asyncio.gather(*waiting)
 
@@ -256,7 +256,7 @@ async def test_a_request_that_gets_no_engine_of_its_own_is_refused(any_redis: An
     monkeypatch.setattr(isolation, "WAIT_SECONDS", 0.2)
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
-    fleet[0].other_gateways_load = 1
+    fleet[0].other_processes_load = 1
     with pytest.raises(NotAlone, match="served only on an engine without other tenants' requests") as refused:
         await turns.begin("a", asyncio.Event())
     assert int(refused.value.headers["Retry-After"]) >= 1
@@ -299,7 +299,7 @@ async def test_an_engine_stays_kept_while_it_may_work_on_a_request_whose_client_
     """Otherwise others' requests would be there when the detached one kills it, and nothing would be learned."""
     fleet = engines("http://one:1", "http://two:1")
     turns = Turns(any_redis, fleet)
-    fleet[1].other_gateways_load = 1
+    fleet[1].other_processes_load = 1
 
     async def leave() -> None:
         asked = turns.begin("a", asyncio.Event())
@@ -329,11 +329,11 @@ async def test_a_long_turn_ends_for_the_others(any_redis: Any, monkeypatch: pyte
     monkeypatch.setattr(isolation, "SHARING_SECONDS", 0.0)
     fleet = engines("http://one:1", "http://two:1")
     turns, over = Turns(any_redis, fleet), asyncio.Event()
-    fleet[1].other_gateways_load = 1
+    fleet[1].other_processes_load = 1
     running = turns.begin("a", over)
     await until(partial(turns.have_entered, 1))
     await becomes(lambda: turns.isolation.allows(fleet[0]))
-    fleet[1].other_gateways_load = 0
+    fleet[1].other_processes_load = 0
     other_over = asyncio.Event()
     other = turns.begin("b", other_over)
     await until(partial(turns.have_entered, 2))
@@ -361,12 +361,12 @@ async def test_a_turn_is_renewed(any_redis: Any, monkeypatch: pytest.MonkeyPatch
 async def test_an_engine_that_dies_during_the_wait_is_replaced(any_redis: Any):
     fleet = engines("http://one:1", "http://two:1", "http://three:1")
     turns = Turns(any_redis, fleet)
-    fleet[1].other_gateways_load, fleet[2].other_gateways_load = 2, 9
+    fleet[1].other_processes_load, fleet[2].other_processes_load = 2, 9
     with busy(fleet[0], "b"):
         running = turns.begin("a", already_over())
         await becomes(lambda: not turns.isolation.allows(fleet[0]))
         fleet[0].mark_down("it died")
-        fleet[1].other_gateways_load = 0
+        fleet[1].other_processes_load = 0
         assert await running is fleet[1]
 
 

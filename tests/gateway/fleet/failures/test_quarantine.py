@@ -40,7 +40,7 @@ class Clock:
 
 def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> EngineRecord:
     record = EngineRecord(parse_address(url))
-    record.other_gateways_load, record.requests.by_tenant = others, Counter(tenants)
+    record.other_processes_load, record.requests.by_tenant = others, Counter(tenants)
     return record
 
 

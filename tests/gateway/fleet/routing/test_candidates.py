@@ -40,7 +40,7 @@ def make(number: int, chance: random.Random, load: float) -> list[EngineRecord]:
             Address(f"http://engine-{i}"),
             condition=Condition(Health.UP),
             slots=SLOTS,
-            other_gateways_load=int(chance.expovariate(1 / (load * SLOTS))),
+            other_processes_load=int(chance.expovariate(1 / (load * SLOTS))),
             request_seconds=chance.uniform(0.8, 1.2),
             state=EngineState(adapter_pages_total=32),
         )
@@ -169,7 +169,7 @@ def test_a_hot_adapter_has_as_many_homes_as_among_all_engines_and_its_requests_u
         assert found is not None
         assert len(found.homes) <= 10
         served[found.engine] += 1
-        found.engine.other_gateways_load += 1
+        found.engine.other_processes_load += 1
     assert 0.8 * len(exact.homes) < len(served) < 1.3 * len(exact.homes)
     assert max(served.values()) <= SLOTS
 

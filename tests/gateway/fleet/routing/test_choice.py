@@ -146,7 +146,7 @@ def test_an_engine_is_passed_over_that_is_down_or_broken():
 
 
 def test_others_requests_count():
-    busy, free = engine(URLS[0], other_gateways_load=2 * SLOTS), engine(URLS[1])
+    busy, free = engine(URLS[0], other_processes_load=2 * SLOTS), engine(URLS[1])
     assert chosen([busy, free], None) == free.url
 
 
@@ -258,7 +258,7 @@ def pages(total: int, free: int, resident: str) -> EngineState:
 
 
 def test_requests_at_other_gateways_count_in_the_number_of_homes():
-    engines = [engine(url, 2, other_gateways_load=6) for url in URLS]
+    engines = [engine(url, 2, other_processes_load=6) for url in URLS]
     rate = 0.5 * SLOTS
     assert number_of_homes("d", [engine(url, 2) for url in URLS], rate) == 1
     assert number_of_homes("d", engines, rate) == 3

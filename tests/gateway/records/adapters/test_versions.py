@@ -32,7 +32,7 @@ from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.adapters.rows import Reason
 from gateway.records.adapters.versions import KEPT_REFUSED
 from gateway.records.caches.changes import Changes
-from gateway.records.past_usage import UsagePart, UsagePast
+from gateway.records.past_usage import UsagePart, PastUsage
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, audit
 from gateway.records.tenants.tenants import Tenant, Tenants
@@ -342,7 +342,7 @@ async def test_backfilled_usage_counts_names_with_any_version_of_the_content(
     used = {"tenant_id": acme.id, "created_at": NOON}
     rows = [row(name, model=name, cost=cost, **used) for name, cost in (("pirate", 1), ("other", 10), ("json", 100))]
     await UsageWriter(database).write(rows)
-    past, period = UsagePast(database, only()), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
+    past, period = PastUsage(database, only()), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
     assert await past.cost(acme.id, *period, UsagePart(models=("pirate",))) == 11
     assert await past.cost(acme.id, *period, UsagePart(besides=("pirate",))) == 100
 
