@@ -32,8 +32,8 @@ from benchmarks.report_file import publish
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.routing.choice import (
-    CROWDING,
     ADAPTER_LOAD_COST,
+    CROWDING,
     Rates,
     RoutedRequest,
     choose,

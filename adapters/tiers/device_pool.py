@@ -144,7 +144,7 @@ class AdapterPool:
 
     def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
         """Return the adapter's residency in this step, and start loading it if it has none. Never blocks. Takes O(1),
-        except when it evicts.
+        except when it starts a load or evicts.
 
         Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
         reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant_id, weight: those of the
@@ -169,7 +169,7 @@ class AdapterPool:
             self._errors[digest] = error
             return Residency.FAILED
         if digest in self._reservations:
-            self._reservations.reassign(digest, tenant_id, weight)
+            self._reservations.ask(digest, tenant_id, weight)
             return Residency.NO_ROOM  # `poll` places it
         if len(residents.copying) >= MAX_COPYING:
             return Residency.LOADING

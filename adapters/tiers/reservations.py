@@ -58,15 +58,27 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class PageReservation:
-    """A waiting adapter's claim. tenant_id: the tenant that it belongs to, see `Reservations.reassign`; since: the time
-    at which it was made.
+    """A waiting adapter's claim.
+
+    owner: the tenant whose only reservation it is. asking: the tenants that asked for the adapter in the last step in
+    which any did, with their weights, the least served first. since: the time at which it was made.
     """
 
     digest: str
-    tenant_id: str
-    weight: float
+    owner: str
+    asking: tuple[tuple[str, float], ...]
     size: Amount
     since: float
+
+    @property
+    def tenant_id(self) -> str:
+        """Return the tenant for which requests are preempted, and which pays: the least served one that asks."""
+        return self.asking[0][0]
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of `tenant_id`."""
+        return self.asking[0][1]
 
 
 class Reservations:
@@ -78,8 +90,9 @@ class Reservations:
         self._total = total
         self._queue: OrderedDict[str, PageReservation] = OrderedDict()
         self._overdue: OrderedDict[str, PageReservation] = OrderedDict()
-        self._tenants: set[str] = set()
-        self._asked: set[str] = set()  # the digests that a request of this step has asked for
+        self._owners: set[str] = set()
+        # The tenants that have asked for reserved adapters in this step, with their weights, by digest.
+        self._asking: dict[str, dict[str, float]] = {}
         # Time of the last preemption for each tenant, oldest first; dropped after `CALM_S`.
         self._preempted: OrderedDict[str, float] = OrderedDict()
         self.reserved, self.reserved_overdue = Amount(), Amount()
@@ -94,7 +107,7 @@ class Reservations:
 
     def has_tenant(self, tenant_id: str) -> bool:
         """Return whether a request of the tenant has a reservation."""
-        return tenant_id in self._tenants
+        return tenant_id in self._owners
 
     @property
     def overdue(self) -> list[PageReservation]:
@@ -104,9 +117,13 @@ class Reservations:
     def preempting(self, running: Collection[str], now: float) -> list[PageReservation]:
         """Return the reservations for which requests may be preempted now.
 
-        running: the tenants with running requests.
+        The most urgent tenant that asks for an adapter decides. running: the tenants with running requests.
         """
-        return [r for r in self._overdue.values() if now - r.since >= self._patience(r.tenant_id, running)]
+
+        def patience(reservation: PageReservation) -> float:
+            return min(self._patience(tenant_id, running) for tenant_id, _ in reservation.asking)
+
+        return [r for r in self._overdue.values() if now - r.since >= patience(r)]
 
     def _patience(self, tenant_id: str, running: Collection[str]) -> float:
         if tenant_id in running:
@@ -133,31 +150,21 @@ class Reservations:
         """
         if digest in self._queue:
             return True
-        if tenant_id in self._tenants or not size.fits(self._total, self.reserved):
+        if tenant_id in self._owners or not size.fits(self._total, self.reserved):
             return False
-        self._queue[digest] = PageReservation(digest, tenant_id, weight, size, now)
-        self._tenants.add(tenant_id)
-        self._asked.add(digest)
+        self._queue[digest] = PageReservation(digest, tenant_id, ((tenant_id, weight),), size, now)
+        self._owners.add(tenant_id)
+        self.ask(digest, tenant_id, weight)
         self.reserved.add(size)
         return True
 
-    def reassign(self, digest: str, tenant_id: str, weight: float) -> None:
-        """Give a reservation to the tenant that asks for its adapter first in a step, unless it has another one.
+    def ask(self, digest: str, tenant_id: str, weight: float) -> None:
+        """Record a tenant that needs a reserved adapter.
 
-        Requests ask in the order in which they should be served, so this is the least served tenant that needs the
-        adapter. Otherwise the reservation could stay with a tenant that is ahead of all others, for which
-        nothing is preempted.
+        Requests ask in the order in which they should be served. The reservation acts for all tenants that ask, because
+        nothing is preempted for its owner alone if that is ahead of the others.
         """
-        if digest in self._asked:
-            return
-        self._asked.add(digest)
-        if tenant_id in self._tenants:
-            return
-        self._tenants.discard(self._queue[digest].tenant_id)
-        self._tenants.add(tenant_id)
-        self._queue[digest] = found = replace(self._queue[digest], tenant_id=tenant_id, weight=weight)
-        if digest in self._overdue:
-            self._overdue[digest] = found
+        self._asking.setdefault(digest, {}).setdefault(tenant_id, weight)
 
     def end_wait(self, reservation: PageReservation, now: float) -> None:
         """Remove a reservation whose adapter is placed now."""
@@ -169,16 +176,22 @@ class Reservations:
         reservation = self._queue.pop(digest, None)
         if reservation is None:
             return
-        self._tenants.discard(reservation.tenant_id)
+        self._owners.discard(reservation.owner)
         self.reserved.remove(reservation.size)
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)
 
     def begin_step(self, now: float) -> None:
-        """Forget which adapters were asked for, mark the overdue reservations, which are the oldest, and drop
-        preemption times older than `CALM_S`.
+        """Note who asked in the last step, mark the overdue reservations, which are the oldest, and drop preemption
+        times older than `CALM_S`.
         """
-        self._asked.clear()
+        for digest, tenants in self._asking.items():
+            asking = tuple(tenants.items())
+            if (found := self._queue.get(digest)) is not None and found.asking != asking:
+                self._queue[digest] = found = replace(found, asking=asking)
+                if digest in self._overdue:
+                    self._overdue[digest] = found
+        self._asking.clear()
         while self._preempted and now - next(iter(self._preempted.values())) >= CALM_S:
             self._preempted.popitem(last=False)
         while len(self._overdue) < len(self._queue):

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 
 # Maximum pause: a job may take long without using the engine, such as with a slow store.
 MAX_PAUSE_S = 5.0
@@ -12,11 +12,10 @@ MAX_PAUSE_S = 5.0
 class DutyCycle:
     """Limit of the share of time that jobs use: a pause after each job, in proportion to its duration.
 
-    share: returns the maximum at the end of a job; greater than 0, at most 1. wait_idle: waits until the engine has no
-    request.
+    share: the maximum; greater than 0, at most 1. wait_idle: waits until the engine has no request.
     """
 
-    def __init__(self, share: Callable[[], float], wait_idle: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, share: float, wait_idle: Callable[[], Awaitable[None]]) -> None:
         self._share, self._wait_idle = share, wait_idle
         self._ends_at = 0.0
 
@@ -34,11 +33,4 @@ class DutyCycle:
             yield
         finally:
             ended = time.monotonic()
-            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share() - 1))
-
-    @asynccontextmanager
-    async def job(self) -> AsyncIterator[None]:
-        """Wait for the end of the pause, then measure the job in the block."""
-        await self.wait()
-        with self.measure():
-            yield
+            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share - 1))

@@ -72,7 +72,7 @@ class ModelRegistry:
         self._invocations = BoundedDict[str, tuple[int, ...]](MAX_INVOCATIONS)
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
-        self._duty_cycle = DutyCycle(lambda: NAMED_SHARE, in_flight.wait_idle)
+        self._duty_cycle = DutyCycle(NAMED_SHARE, in_flight.wait_idle)
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0

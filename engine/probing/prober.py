@@ -1,11 +1,11 @@
 """Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
-prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A tenant has a
-single probe at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a
-prompt. So a request is delayed by at most one job of each tenant that probes, and many probes delay streams little. A
-tenant's probe waits for no other tenant's: a heavy tenant's load rests, and its passes wait behind its own requests.
-Independent of HTTP.
+prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
+runs at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
+So a request is delayed by one job at most, and many probes delay streams little. The tenants' probes take turns. A job
+that takes long waits for something else, a heavy tenant's load for its rests and its pass for the tenant's requests, so
+its probe leaves the turn to the next one meanwhile. Independent of HTTP.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Self
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from engine.core.messages import Inspection
 from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.state import EngineFacts
-from wire.bounded_dict import BoundedDict
 from wire.deadlines import MAX_PRIORITY
 from wire.digests import digest_name
 from wire.probes import AdapterProbe, ProbeReason
@@ -38,10 +38,10 @@ _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
 MAX_OF_TENANT = 8
 PROBE_S = 60.0
-# Maximum share of the time that the jobs of probes use while requests run; tenants with probes divide it equally.
+# Time of a job after which its probe leaves the turn to the next one.
+TURN_S = 5.0
+# Maximum share of the time that the jobs of probes use while requests run.
 SHARE = 0.1
-# Number of tenants whose last pause is remembered after their probes.
-MAX_PAUSING = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,44 @@ class Difference:
 
     largest: float | None
     divergence: float | None
+
+
+class _Turn:
+    """The turn of a probe, from its entry to its exit. While a job takes longer than TURN_S, others have the turn."""
+
+    def __init__(self, tenant_id: str, lock: asyncio.Lock, duty_cycle: DutyCycle) -> None:
+        self.tenant_id = tenant_id
+        self._lock, self._duty_cycle = lock, duty_cycle
+        self._is_held = False
+
+    async def __aenter__(self) -> Self:
+        await self._take()
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        self._leave()
+
+    @asynccontextmanager
+    async def job(self) -> AsyncIterator[None]:
+        """Wait for the end of the pause, and for the turn if it was left, then run the job in the block."""
+        await self._take()
+        await self._duty_cycle.wait()
+        limit = asyncio.get_running_loop().call_later(TURN_S, self._leave)
+        try:
+            with self._duty_cycle.measure():
+                yield
+        finally:
+            limit.cancel()
+
+    async def _take(self) -> None:
+        if not self._is_held:
+            await self._lock.acquire()
+            self._is_held = True
+
+    def _leave(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._lock.release()
 
 
 class Prober:
@@ -61,7 +99,9 @@ class Prober:
         self._models = models
         self._base_digest = base_digest
         self._prompts = fixed_prompts(facts.vocab_size)
-        self._duty_cycles = BoundedDict[str, DutyCycle](MAX_PAUSING)
+        # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
+        self._turn = asyncio.Lock()
+        self._duty_cycle = DutyCycle(SHARE, in_flight.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -71,40 +111,32 @@ class Prober:
         Raises ModelNotFound, ApiError if it cannot be loaded, QueueFull or TenantQueueFull if there is no room for a
         probe now, EngineUnavailable.
         """
-        async with self._turn_of(tenant_id):
+        async with self._turn_of(tenant_id) as turn:
             try:
                 async with asyncio.timeout(PROBE_S):
-                    return await self._probe(digest, tenant_id)
+                    return await self._probe(digest, turn)
             except TimeoutError:
                 raise QueueFull(f"The probe took longer than {PROBE_S:g} s.", retry_after=5) from None
 
     @asynccontextmanager
-    async def _turn_of(self, tenant_id: str) -> AsyncIterator[None]:
+    async def _turn_of(self, tenant_id: str) -> AsyncIterator[_Turn]:
         if self._waiting[tenant_id] >= MAX_OF_TENANT:
             raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already.", retry_after=1)
         self._waiting[tenant_id] += 1
         try:
-            async with self._locks.setdefault(tenant_id, asyncio.Lock()):
-                yield
+            turn = _Turn(tenant_id, self._turn, self._duty_cycle)
+            async with self._locks.setdefault(tenant_id, asyncio.Lock()), turn:
+                yield turn
         finally:
             self._waiting[tenant_id] -= 1
             if not self._waiting[tenant_id]:
                 del self._waiting[tenant_id], self._locks[tenant_id]
 
-    def _duty_cycle(self, tenant_id: str) -> DutyCycle:
-        """Return the tenant's duty cycle. It outlives a probe, because the next probe waits for the pause after it."""
-        found = self._duty_cycles.get(tenant_id) or DutyCycle(self._share, self._in_flight.wait_idle)
-        self._duty_cycles.put(tenant_id, found)
-        return found
-
-    def _share(self) -> float:
-        return SHARE / len(self._waiting)
-
-    async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
+    async def _probe(self, digest: str, turn: _Turn) -> AdapterProbe:
         async with AsyncExitStack() as stack:
-            async with self._duty_cycle(tenant_id).job():
-                served = await stack.enter_async_context(self._models.using(digest_name(digest), tenant_id))
-                inspected = await self._models.inspect(digest, tenant_id)
+            async with turn.job():
+                served = await stack.enter_async_context(self._models.using(digest_name(digest), turn.tenant_id))
+                inspected = await self._models.inspect(digest, turn.tenant_id)
             if not inspected.has_effect:
                 text = (
                     "its weights change nothing: in every module lora_A, lora_B or the scale is zero, as in an adapter "
@@ -112,13 +144,13 @@ class Prober:
                 )
                 return self._result(inspected, [ProbeReason(text, code="adapter_without_effect")], [])
             prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *inspected.trained_tokens)]
-            with self._in_flight.place(2, tenant_id):
+            with self._in_flight.place(2, turn.tenant_id):
                 # Loads the adapter onto the device, so that the two rows of each later pair share one step.
-                [first] = await self._logits(prompts[:1], [served], tenant_id)
+                [first] = await self._logits(prompts[:1], [served], turn)
                 found: list[Difference] = []
                 reasons = [] if np.isfinite(first).all() else [_not_finite(0, len(prompts))]
                 for number, prompt in enumerate(prompts if not reasons else ()):
-                    plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant_id)
+                    plain, changed = await self._logits([prompt] * 2, [Served(None), served], turn)
                     if not np.isfinite(plain).all():
                         raise EngineUnavailable("The base model's scores are not finite.")
                     found.append(await asyncio.to_thread(compare, plain, changed))
@@ -129,7 +161,7 @@ class Prober:
             reasons.append(ProbeReason(text, code="adapter_without_effect"))
         return self._result(inspected, reasons, found)
 
-    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant_id: str) -> list[np.ndarray]:
+    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], turn: _Turn) -> list[np.ndarray]:
         """Return the next token's logits `[vocab]` fp32 of each prompt with its model."""
         run_id = uuid.uuid4().hex
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, keep_logits=True)
@@ -139,7 +171,7 @@ class Prober:
                 prompt,
                 params,
                 adapter_digest=served.digest,
-                tenant_id=tenant_id,
+                tenant_id=turn.tenant_id,
                 priority=MAX_PRIORITY,
                 cache_salt=run_id,
                 adapter_start=adapter_start(prompt, served.invocation),
@@ -147,7 +179,7 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        async with self._duty_cycle(tenant_id).job():
+        async with turn.job():
             with self._in_flight.submit(sequences) as group:
                 while len(found) < len(sequences):
                     news = await group.news()

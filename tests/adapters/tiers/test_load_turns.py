@@ -96,7 +96,7 @@ def test_a_load_that_two_tenants_need_runs_in_the_first_of_their_turns(
 def test_a_load_finds_a_place_beside_those_of_tenants_that_rest(
     make: Make, host: HostCache, adapter: Callable[..., str], rest: Callable[[str], None]
 ) -> None:
-    pool, mine, *others = make(4), *(adapter(seed=seed) for seed in range(MAX_FETCHING + 1))
+    pool, mine, *others = make(4), *(adapter(seed=seed) for seed in range(MAX_FETCHING + 2))
     for number, digest in enumerate(others):
         tenant_id = f"heavy-{number // MAX_FETCHING_OF_TENANT}"
         rest(tenant_id)

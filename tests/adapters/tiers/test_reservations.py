@@ -7,7 +7,7 @@ import pytest
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.eviction import STALE_S
-from adapters.tiers.reservations import CALM_S, CALM_WAIT_S, PAGE_WAIT_S
+from adapters.tiers.reservations import CALM_S, CALM_WAIT_S, PAGE_WAIT_S, Amount, Reservations
 from testing.device_pools import Make, wait_for
 
 # A reservation is overdue after half a second, which a busy machine takes for any line.
@@ -252,3 +252,28 @@ def wait_for_reservation(pool: AdapterPool, digest: str, tenant_id: str) -> None
     pool.poll()
     assert pool.ensure(digest, tenant_id) is Residency.NO_ROOM
     assert len(pool._reservations) == 1
+
+
+def test_a_reservation_acts_for_all_tenants_that_ask_for_its_adapter():
+    """The least served one, which asks first, pays; the one with nothing running decides when requests give way."""
+    reservations = Reservations(Amount(slots=2))
+    reservations.begin_step(0.0)
+    assert reservations.add("shared", "heavy", 1.0, Amount(slots=1), 0.0)
+    assert reservations.add("own", "light", 2.0, Amount(slots=1), 0.0)
+    for tenant_id in ("light", "idle", "heavy"):
+        reservations.ask("shared", tenant_id, 2.0)
+    reservations.begin_step(PAGE_WAIT_S)
+    shared = next(found for found in reservations if found.digest == "shared")
+    assert (shared.owner, shared.tenant_id, shared.weight) == ("heavy", "heavy", 1.0), "who made it asked first"
+    for tenant_id in ("light", "idle", "heavy"):
+        reservations.ask("shared", tenant_id, 2.0)
+    for _ in range(2):  # nobody asks in the second step
+        reservations.begin_step(PAGE_WAIT_S)
+        shared = next(found for found in reservations if found.digest == "shared")
+        assert (shared.owner, shared.tenant_id, shared.weight) == ("heavy", "light", 2.0)
+    assert shared in reservations.preempting({"heavy", "light"}, PAGE_WAIT_S), "idle has nothing running"
+    assert shared not in reservations.preempting({"heavy", "light", "idle"}, PAGE_WAIT_S)
+    assert reservations.has_tenant("heavy")
+    assert not reservations.has_tenant("idle")
+    reservations.remove("shared")
+    assert not reservations.has_tenant("heavy")

@@ -29,7 +29,7 @@ async def test_a_pause_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: 
             yield
 
     monkeypatch.setattr(duty_cycle_module, "asyncio", SimpleNamespace(timeout=timeout))
-    duty_cycle = DutyCycle(lambda: SHARE, idle.wait)
+    duty_cycle = DutyCycle(SHARE, idle.wait)
 
     def run(seconds: float, *, fails: bool = False) -> None:
         with duty_cycle.measure():
@@ -56,7 +56,7 @@ async def test_a_pause_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: 
 async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(duty_cycle_module, "MAX_PAUSE_S", 36_000.0)
     idle = asyncio.Event()
-    duty_cycle = DutyCycle(lambda: 1e-9, idle.wait)
+    duty_cycle = DutyCycle(1e-9, idle.wait)
     with duty_cycle.measure():
         await asyncio.sleep(0.01)
     waiting = asyncio.create_task(duty_cycle.wait())

@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from adapters.checkpoint import AdapterCheckpoint
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
-from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from engine.answering import duty_cycle
+from engine.answering.duty_cycle import DutyCycle
+from engine.probing import prober
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import MAX_OF_TENANT, NUM_PROMPTS, SHARE, Prober, compare, fixed_prompts
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
-from wire.digests import digest_name
 
 TOKEN, TIMEOUT = "internal", 60
 HEADERS = {"x-loraplex-internal-token": TOKEN, "x-loraplex-tenant": "acme"}
@@ -146,33 +145,28 @@ def gate() -> Iterator[threading.Event]:
     event.set()
 
 
-@pytest.mark.parametrize("part", ["load", "pass"])
-async def test_a_tenants_probe_that_waits_delays_no_other_tenants(
-    client: Client, put, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, part: str
+@pytest.mark.parametrize("number", [0, 1], ids=["load", "pass"])
+async def test_a_probe_that_waits_leaves_the_turn_to_others(
+    client: Client, put, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, number: int
 ):
     """A heavy tenant's load rests, and its passes wait behind its own requests."""
-    begun, read, compute = threading.Event(), AdapterReader.read, Prober._logits
-    of_heavy, of_light = (put(seed + 10 * (part == "pass")) for seed in (10, 11))
+    begun, plain, jobs = threading.Event(), prober._Turn.job, itertools.count()
+    of_heavy, of_light = (put(seed + 10 * number) for seed in (10, 11))
 
     def wait() -> None:
         begun.set()
         assert gate.wait(TIMEOUT)
 
-    def held_read(self: AdapterReader, checkpoint: AdapterCheckpoint, size: int) -> HostAdapter:
-        if digest_name(checkpoint.digest) == of_heavy:
-            wait()
-        return read(self, checkpoint, size)
+    @asynccontextmanager
+    async def held(self: prober._Turn) -> AsyncIterator[None]:
+        async with plain(self):
+            if self.tenant_id == "heavy" and next(jobs) == number:
+                await asyncio.to_thread(wait)
+            yield
 
-    async def held_pass(self: Prober, prompts: Any, models: Any, tenant_id: str) -> Any:
-        if tenant_id == "heavy":
-            await asyncio.to_thread(wait)
-        return await compute(self, prompts, models, tenant_id)
-
-    if part == "load":
-        monkeypatch.setattr(AdapterReader, "read", held_read)
-    else:
-        monkeypatch.setattr(Prober, "_logits", held_pass)
-    monkeypatch.setattr("engine.probing.prober.PROBE_S", 10.0 * TIMEOUT)
+    monkeypatch.setattr(prober._Turn, "job", held)
+    monkeypatch.setattr(prober, "TURN_S", 0.2)
+    monkeypatch.setattr(prober, "PROBE_S", 10.0 * TIMEOUT)
     heavy, light = (HEADERS | {"x-loraplex-tenant": tenant_id} for tenant_id in ("heavy", "light"))
     waiting = asyncio.create_task(client.ok("/probe", {"model": of_heavy}, headers=heavy))
     assert await asyncio.to_thread(begun.wait, TIMEOUT)
@@ -181,31 +175,33 @@ async def test_a_tenants_probe_that_waits_delays_no_other_tenants(
     assert not waiting.done()
     gate.set()
     assert (await waiting)["reasons"] == []
+    assert next(jobs) == 2 + NUM_PROMPTS, "it goes on in a later turn"
+
+
+async def test_a_turn_is_left_once_and_taken_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prober, "TURN_S", 0.0)
+    lock = asyncio.Lock()
+    duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
+    monkeypatch.setattr("engine.answering.duty_cycle.MAX_PAUSE_S", 0.0)
+    async with asyncio.timeout(TIMEOUT), prober._Turn("slow", lock, duty_cycle) as slow:
+        async with slow.job():
+            await asyncio.sleep(0.05)
+            async with prober._Turn("next", lock, duty_cycle):
+                again = asyncio.create_task(slow._take())
+                await asyncio.sleep(0.05)
+                assert not again.done(), "the next probe has the turn"
+            await again
+        assert lock.locked()
+        with pytest.raises(ValueError, match="broken"):
+            async with slow.job():
+                raise ValueError("broken")
+    assert not lock.locked()
 
 
 @pytest.mark.usefixtures("slow_steps")
-@pytest.mark.parametrize("tenants", [1, 2])
-async def test_probes_beside_a_running_request_pause_between_them(
-    client: Client, put, monkeypatch: pytest.MonkeyPatch, gate: threading.Event, tenants: int
-):
-    """A pause is nine times as long as the job before it: by a clock that moves on by a second with each reading.
-
-    Two tenants divide the time: then it is nineteen times as long.
-    """
-    name, limits, begun, plain = put(8), list[float](), threading.Event(), Prober._probe
-
-    async def held(self: Prober, digest: str, tenant_id: str) -> Any:
-        if tenant_id == "initech":
-            begun.set()
-            assert await asyncio.to_thread(gate.wait, TIMEOUT)
-        return await plain(self, digest, tenant_id)
-
-    monkeypatch.setattr(Prober, "_probe", held)
-    others = [
-        asyncio.create_task(client.ok("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "initech"}))
-        for _ in range(tenants - 1)
-    ]
-    assert not others or await asyncio.to_thread(begun.wait, TIMEOUT)
+async def test_probes_beside_a_running_request_pause_between_them(client: Client, put, monkeypatch: pytest.MonkeyPatch):
+    """A pause is nine times as long as the job before it: by a clock that moves on by a second with each reading."""
+    name, limits = put(8), list[float]()
 
     @asynccontextmanager
     async def timeout(seconds: float) -> AsyncIterator[None]:
@@ -220,13 +216,11 @@ async def test_probes_beside_a_running_request_pause_between_them(
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
     running = asyncio.create_task(client.ok("/v1/completions", body, headers=HEADERS | {"x-loraplex-tenant": "globex"}))
     await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
-    for _ in range(2):
-        await client.ok("/probe", {"model": name}, headers=HEADERS)
+    for tenant_id in ("acme", "initech"):
+        await client.ok("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": tenant_id})
     # The load, the first pass, and one for each prompt. A second of the pause is over when it is waited for.
     assert len(limits) == 2 * (2 + NUM_PROMPTS)
-    assert limits[1:] == pytest.approx([tenants / SHARE - 1 - 1] * (len(limits) - 1))
-    gate.set()
-    assert all(found["reasons"] == [] for found in await asyncio.gather(*others))
+    assert limits[1:] == pytest.approx([1 / SHARE - 1 - 1] * (len(limits) - 1)), "tenants share the pauses"
     running.cancel()
     await client.wait_for(lambda state: state["running"] == 0, headers=HEADERS)
 

@@ -79,7 +79,7 @@ def test_the_least_served_tenant_gets_the_pages_that_are_preempted_for_it(monkey
     assert world.scheduler.preempted.largest(9) == (("middle", "least", 1),)
 
 
-def test_a_reservation_belongs_to_the_least_served_tenant_that_needs_the_adapter(monkeypatch):
+def test_a_reservation_acts_for_the_least_served_tenant_that_needs_the_adapter(monkeypatch):
     """The tenant furthest ahead has reserved the pages of the same adapter before."""
     world = World(monkeypatch, FairShare())
     world.fill("adapter of high")

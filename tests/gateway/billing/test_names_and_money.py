@@ -20,7 +20,7 @@ from gateway.records.keys import keys as key_records
 from gateway.records.keys import removed as removed_keys
 from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
-from gateway.records.past_usage import UsagePart, PastUsage
+from gateway.records.past_usage import PastUsage, UsagePart
 from gateway.records.sql.database import Database
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect

@@ -28,7 +28,7 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.usage_backfill import DAY, HOUR, still_counted
 from gateway.records.money.prices import Price
-from gateway.records.past_usage import ALL, UsagePart, PastUsage
+from gateway.records.past_usage import ALL, PastUsage, UsagePart
 from gateway.records.sql.database import Database
 from gateway.records.usage.report import UsageReport
 from gateway.redis.client import connect

@@ -230,9 +230,9 @@ async def test_an_engine_that_answers_no_check_behind_a_slow_reader_has_died(
     serve: Any, ask: Ask, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     """The slow client's requests count against it alone, and the unanswered checks against nobody."""
-    monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=1.0))
     async with serve(max_model_len=LONG, reader_buffer_bytes=2**17, engine_heartbeat_timeout=600.0) as gateway:
         [slow], readers = await cut_off_readers(gateway, ask, upstream, "a")
+        monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", aiohttp.ClientTimeout(total=1.0))
         upstream.mute = True
         try:
             await asyncio.gather(*(reader.find(b"engine_died") for reader in readers))
@@ -254,7 +254,7 @@ async def test_a_break_of_a_server_without_instances_is_a_death(serve: Any, ask:
 async def test_a_reader_that_keeps_up_with_the_minimum_rate_gets_all(serve: Any, ask: Ask):
     async with serve(client_timeout=4.0, min_read_rate=50_000.0) as gateway:
         acme = await gateway.tenant("acme", **MANY)
-        size = 12 * 2**16
+        size = 2**20
         reader = await ask(gateway, acme, x_engine={"pad": size})
         got = 0
         while got < size:

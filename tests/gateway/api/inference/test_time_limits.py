@@ -123,7 +123,6 @@ async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any
 async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(
     serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=1.0))
     async with serve(engine_timeout=1.0, engine_heartbeat_timeout=1.0) as gateway:
         acme = await gateway.tenant("acme")
 
@@ -131,6 +130,7 @@ async def test_a_whole_answer_of_an_engine_that_fell_silent_ends(
             return upstream.followers == 1
 
         await until(is_followed)
+        monkeypatch.setattr("gateway.fleet.discovery.health_checks.HEALTH_TIMEOUT", ClientTimeout(total=1.0))
         upstream.mute = upstream.holds = True
         try:
             got = await asyncio.wait_for(acme.complete(), 60.0)

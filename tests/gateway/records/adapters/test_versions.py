@@ -32,7 +32,7 @@ from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.adapters.rows import Reason
 from gateway.records.adapters.versions import KEPT_REFUSED
 from gateway.records.caches.changes import Changes
-from gateway.records.past_usage import UsagePart, PastUsage
+from gateway.records.past_usage import PastUsage, UsagePart
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, audit
 from gateway.records.tenants.tenants import Tenant, Tenants
