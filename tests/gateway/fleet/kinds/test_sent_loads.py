@@ -84,7 +84,7 @@ class Server(Vllm):
         return step in self.steps
 
     async def loads(self) -> bool:
-        return any(progress.loads for progress in self.adapters._progress.values())
+        return any(server.loads for server in self.adapters._server_loads.values())
 
     async def loads_nothing(self) -> bool:
         return not await self.loads()
