@@ -60,12 +60,13 @@ class Amount:
 class PageReservation:
     """A waiting adapter's claim.
 
-    owner: the tenant whose only reservation it is. asking: the tenants that asked for the adapter in the last step in
-    which any did, with their weights, the least served first. since: the time at which it was made.
+    owner: the tenant whose only reservation it is; None if each tenant that asks has another one. asking: the tenants
+    that asked for the adapter in the last step in which any did, with their weights, the least served first. since: the
+    time at which it was made.
     """
 
     digest: str
-    owner: str
+    owner: str | None
     asking: tuple[tuple[str, float], ...]
     size: Amount
     since: float
@@ -115,15 +116,18 @@ class Reservations:
         return list(self._overdue.values())
 
     def preempting(self, running: Collection[str], now: float) -> list[PageReservation]:
-        """Return the reservations for which requests may be preempted now.
+        """Return the reservations for which requests may be preempted now, each for the least served of the tenants
+        that have waited long enough.
 
-        The most urgent tenant that asks for an adapter decides. running: the tenants with running requests.
+        running: the tenants with running requests.
         """
-
-        def patience(reservation: PageReservation) -> float:
-            return min(self._patience(tenant_id, running) for tenant_id, _ in reservation.asking)
-
-        return [r for r in self._overdue.values() if now - r.since >= patience(r)]
+        found = []
+        for reservation in self._overdue.values():
+            age = now - reservation.since
+            patient = (asked for asked in reservation.asking if age >= self._patience(asked[0], running))
+            if (first := next(patient, None)) is not None:
+                found.append(replace(reservation, asking=(first,)))
+        return found
 
     def _patience(self, tenant_id: str, running: Collection[str]) -> float:
         if tenant_id in running:
@@ -176,19 +180,27 @@ class Reservations:
         reservation = self._queue.pop(digest, None)
         if reservation is None:
             return
-        self._owners.discard(reservation.owner)
+        self._disown(reservation)
         self.reserved.remove(reservation.size)
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)
+
+    def _disown(self, reservation: PageReservation) -> None:
+        if reservation.owner is not None:
+            self._owners.discard(reservation.owner)
 
     def begin_step(self, now: float) -> None:
         """Note who asked in the last step, mark the overdue reservations, which are the oldest, and drop preemption
         times older than `CALM_S`.
         """
         for digest, tenants in self._asking.items():
-            asking = tuple(tenants.items())
-            if (found := self._queue.get(digest)) is not None and found.asking != asking:
-                self._queue[digest] = found = replace(found, asking=asking)
+            if (found := self._queue.get(digest)) is not None and found.asking != (asking := tuple(tenants.items())):
+                owner = found.owner
+                if owner not in tenants:  # its request has left
+                    self._disown(found)
+                    owner = next((tenant_id for tenant_id in tenants if tenant_id not in self._owners), None)
+                    self._owners.update(() if owner is None else (owner,))
+                self._queue[digest] = found = replace(found, owner=owner, asking=asking)
                 if digest in self._overdue:
                     self._overdue[digest] = found
         self._asking.clear()

@@ -3,9 +3,9 @@
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
 runs at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
-So a request is delayed by one job at most, and many probes delay streams little. The tenants' probes take turns. A job
-that takes long waits for something else, a heavy tenant's load for its rests and its pass for the tenant's requests, so
-its probe leaves the turn to the next one meanwhile. Independent of HTTP.
+So many probes delay requests little. The tenants' probes take turns. A job that takes long waits for something else, a
+heavy tenant's load for its rests and its pass for the tenant's requests, so its probe leaves the turn to the next one
+until then. Independent of HTTP.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from wire.probes import AdapterProbe, ProbeReason
 # streams wait for the step that computes it, with and without the adapter.
 NUM_PROMPTS, PROMPT_TOKENS = 3, 4
 _STRIDE = 0.6180339887
-# Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
+# Limit of one tenant's running and waiting probes, and the time limit of a probe from its first turn.
 MAX_OF_TENANT = 8
 PROBE_S = 60.0
 # Time of a job after which its probe leaves the turn to the next one.
@@ -53,15 +53,20 @@ class Difference:
 
 
 class _Turn:
-    """The turn of a probe, from its entry to its exit. While a job takes longer than TURN_S, others have the turn."""
+    """The turn of a probe, from its entry to its exit. While a job takes longer than TURN_S, others have the turn.
 
-    def __init__(self, tenant_id: str, lock: asyncio.Lock, duty_cycle: DutyCycle) -> None:
+    entry, lock: common to all turns. A probe that has left its turn waits for few others, because of those that begin
+    only the one with the entry waits for the lock.
+    """
+
+    def __init__(self, tenant_id: str, entry: asyncio.Lock, lock: asyncio.Lock, duty_cycle: DutyCycle) -> None:
         self.tenant_id = tenant_id
-        self._lock, self._duty_cycle = lock, duty_cycle
+        self._entry, self._lock, self._duty_cycle = entry, lock, duty_cycle
         self._is_held = False
 
     async def __aenter__(self) -> Self:
-        await self._take()
+        async with self._entry:
+            await self.take()
         return self
 
     async def __aexit__(self, *_exception: object) -> None:
@@ -70,7 +75,7 @@ class _Turn:
     @asynccontextmanager
     async def job(self) -> AsyncIterator[None]:
         """Wait for the end of the pause, and for the turn if it was left, then run the job in the block."""
-        await self._take()
+        await self.take()
         await self._duty_cycle.wait()
         limit = asyncio.get_running_loop().call_later(TURN_S, self._leave)
         try:
@@ -79,7 +84,8 @@ class _Turn:
         finally:
             limit.cancel()
 
-    async def _take(self) -> None:
+    async def take(self) -> None:
+        """Wait for the turn if it was left."""
         if not self._is_held:
             await self._lock.acquire()
             self._is_held = True
@@ -100,7 +106,7 @@ class Prober:
         self._base_digest = base_digest
         self._prompts = fixed_prompts(facts.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
-        self._turn = asyncio.Lock()
+        self._entry, self._turn = asyncio.Lock(), asyncio.Lock()
         self._duty_cycle = DutyCycle(SHARE, in_flight.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
@@ -124,7 +130,7 @@ class Prober:
             raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already.", retry_after=1)
         self._waiting[tenant_id] += 1
         try:
-            turn = _Turn(tenant_id, self._turn, self._duty_cycle)
+            turn = _Turn(tenant_id, self._entry, self._turn, self._duty_cycle)
             async with self._locks.setdefault(tenant_id, asyncio.Lock()), turn:
                 yield turn
         finally:
@@ -144,6 +150,7 @@ class Prober:
                 )
                 return self._result(inspected, [ProbeReason(text, code="adapter_without_effect")], [])
             prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *inspected.trained_tokens)]
+            await turn.take()  # a probe that only waits takes no places
             with self._in_flight.place(2, turn.tenant_id):
                 # Loads the adapter onto the device, so that the two rows of each later pair share one step.
                 [first] = await self._logits(prompts[:1], [served], turn)

@@ -7,7 +7,15 @@ import pytest
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.eviction import STALE_S
-from adapters.tiers.reservations import CALM_S, CALM_WAIT_S, PAGE_WAIT_S, Amount, Reservations
+from adapters.tiers.reservations import (
+    BUSY_WAIT_S,
+    CALM_S,
+    CALM_WAIT_S,
+    PAGE_WAIT_S,
+    Amount,
+    PageReservation,
+    Reservations,
+)
 from testing.device_pools import Make, wait_for
 
 # A reservation is overdue after half a second, which a busy machine takes for any line.
@@ -254,26 +262,56 @@ def wait_for_reservation(pool: AdapterPool, digest: str, tenant_id: str) -> None
     assert len(pool._reservations) == 1
 
 
-def test_a_reservation_acts_for_all_tenants_that_ask_for_its_adapter():
-    """The least served one, which asks first, pays; the one with nothing running decides when requests give way."""
-    reservations = Reservations(Amount(slots=2))
+def reservation_of(reservations: Reservations, digest: str) -> PageReservation:
+    return next(found for found in reservations if found.digest == digest)
+
+
+def test_a_reservation_acts_for_the_tenants_that_ask_for_its_adapter():
+    """The least served one pays. Requests give way to the least served one that has waited long enough."""
+    reservations, weights = Reservations(Amount(slots=2)), {"light": 2.0, "idle": 3.0, "heavy": 1.0}
     reservations.begin_step(0.0)
     assert reservations.add("shared", "heavy", 1.0, Amount(slots=1), 0.0)
     assert reservations.add("own", "light", 2.0, Amount(slots=1), 0.0)
-    for tenant_id in ("light", "idle", "heavy"):
-        reservations.ask("shared", tenant_id, 2.0)
+    for tenant_id, weight in weights.items():
+        reservations.ask("shared", tenant_id, weight)
     reservations.begin_step(PAGE_WAIT_S)
-    shared = next(found for found in reservations if found.digest == "shared")
-    assert (shared.owner, shared.tenant_id, shared.weight) == ("heavy", "heavy", 1.0), "who made it asked first"
-    for tenant_id in ("light", "idle", "heavy"):
-        reservations.ask("shared", tenant_id, 2.0)
+    assert reservation_of(reservations, "shared").tenant_id == "heavy", "who made it asked first"
+    for tenant_id, weight in weights.items():
+        reservations.ask("shared", tenant_id, weight)
     for _ in range(2):  # nobody asks in the second step
         reservations.begin_step(PAGE_WAIT_S)
-        shared = next(found for found in reservations if found.digest == "shared")
+        shared = reservation_of(reservations, "shared")
         assert (shared.owner, shared.tenant_id, shared.weight) == ("heavy", "light", 2.0)
-    assert shared in reservations.preempting({"heavy", "light"}, PAGE_WAIT_S), "idle has nothing running"
-    assert shared not in reservations.preempting({"heavy", "light", "idle"}, PAGE_WAIT_S)
-    assert reservations.has_tenant("heavy")
-    assert not reservations.has_tenant("idle")
+
+    def claimant(*running: str, now: float = PAGE_WAIT_S) -> tuple[str, float] | None:
+        claims = reservations.preempting(running, now)
+        return next(((claim.tenant_id, claim.weight) for claim in claims if claim.digest == "shared"), None)
+
+    assert claimant() == ("light", 2.0)
+    assert claimant("light", "heavy") == ("idle", 3.0), "it has nothing running"
+    assert claimant("light", "heavy", "idle") is None
+    assert claimant("light", "heavy", "idle", now=BUSY_WAIT_S) == ("light", 2.0)
+    reservations.note_preemption("idle", PAGE_WAIT_S)
+    assert claimant("light", "heavy") is None
+    assert claimant("light", "heavy", now=CALM_WAIT_S) == ("idle", 3.0)
+
+
+def test_a_tenant_whose_request_has_left_owns_no_reservation():
+    reservations = Reservations(Amount(slots=3))
+    reservations.begin_step(0.0)
+    assert reservations.add("shared", "first", 1.0, Amount(slots=1), 0.0)
+    assert reservations.add("own", "second", 1.0, Amount(slots=1), 0.0)
+    reservations.begin_step(1.0)
+    for tenant_id in ("second", "third"):
+        reservations.ask("shared", tenant_id, 1.0)
+    reservations.begin_step(2.0)
+    assert reservation_of(reservations, "shared").owner == "third", "second has one of its own"
+    assert reservations.add("other", "first", 1.0, Amount(slots=1), 2.0)
+    reservations.ask("shared", "second", 1.0)
+    reservations.begin_step(3.0)
+    assert reservation_of(reservations, "shared").owner is None
+    assert [tenant_id for tenant_id in ("first", "second", "third") if reservations.has_tenant(tenant_id)] == [
+        *("first", "second"),
+    ]
     reservations.remove("shared")
-    assert not reservations.has_tenant("heavy")
+    assert reservations.has_tenant("second")

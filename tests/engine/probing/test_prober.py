@@ -180,22 +180,56 @@ async def test_a_probe_that_waits_leaves_the_turn_to_others(
 
 async def test_a_turn_is_left_once_and_taken_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prober, "TURN_S", 0.0)
-    lock = asyncio.Lock()
-    duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
     monkeypatch.setattr("engine.answering.duty_cycle.MAX_PAUSE_S", 0.0)
-    async with asyncio.timeout(TIMEOUT), prober._Turn("slow", lock, duty_cycle) as slow:
+    entry, lock, begun = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
+    duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
+
+    def turn(tenant_id: str) -> prober._Turn:
+        return prober._Turn(tenant_id, entry, lock, duty_cycle)
+
+    async def go_on(slow: prober._Turn) -> None:
+        async with slow.job():
+            begun.set()
+
+    async with asyncio.timeout(TIMEOUT), turn("slow") as slow:
         async with slow.job():
             await asyncio.sleep(0.05)
-            async with prober._Turn("next", lock, duty_cycle):
-                again = asyncio.create_task(slow._take())
+            async with turn("next"):
+                again = asyncio.create_task(go_on(slow))
+                later = [asyncio.create_task(turn(f"later-{number}").__aenter__()) for number in range(2)]
                 await asyncio.sleep(0.05)
-                assert not again.done(), "the next probe has the turn"
+                assert not begun.is_set(), "the next probe has the turn"
             await again
+        assert not any(each.done() for each in later)
+        for each in later:
+            each.cancel()
+        await asyncio.wait(later)
         assert lock.locked()
-        with pytest.raises(ValueError, match="broken"):
-            async with slow.job():
-                raise ValueError("broken")
     assert not lock.locked()
+
+
+async def test_a_turn_that_was_left_is_not_left_twice(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prober, "TURN_S", 0.0)
+    monkeypatch.setattr("engine.answering.duty_cycle.MAX_PAUSE_S", 0.0)
+    entry, lock = asyncio.Lock(), asyncio.Lock()
+    duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
+    async with asyncio.timeout(TIMEOUT):
+        slow, after = (prober._Turn(tenant_id, entry, lock, duty_cycle) for tenant_id in ("slow", "after"))
+        await slow.__aenter__()
+        async with slow.job():
+            await asyncio.sleep(0.05)
+            await after.__aenter__()
+        await slow.__aexit__()
+        assert lock.locked(), "the other probe still has its turn"
+        await after.__aexit__()
+        assert not lock.locked()
+        monkeypatch.setattr(prober, "TURN_S", 0.05)
+        async with prober._Turn("quick", entry, lock, duty_cycle) as quick:
+            with pytest.raises(ValueError, match="broken"):
+                async with quick.job():
+                    raise ValueError("broken")
+            await asyncio.sleep(0.1)
+            assert lock.locked(), "the time of a job that has ended leaves no turn"
 
 
 @pytest.mark.usefixtures("slow_steps")
