@@ -181,7 +181,7 @@ async def test_a_probe_that_waits_leaves_the_turn_to_others(
 async def test_a_turn_is_left_once_and_taken_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(prober, "TURN_S", 0.0)
     monkeypatch.setattr("engine.answering.duty_cycle.MAX_PAUSE_S", 0.0)
-    entry, lock, begun = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
+    entry, lock, order = asyncio.Lock(), asyncio.Lock(), list[str]()
     duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
 
     def turn(tenant_id: str) -> prober._Turn:
@@ -189,22 +189,24 @@ async def test_a_turn_is_left_once_and_taken_again(monkeypatch: pytest.MonkeyPat
 
     async def go_on(slow: prober._Turn) -> None:
         async with slow.job():
-            begun.set()
+            order.append("slow")
 
-    async with asyncio.timeout(TIMEOUT), turn("slow") as slow:
-        async with slow.job():
+    async def come(tenant_id: str) -> None:
+        async with turn(tenant_id):
+            order.append(tenant_id)
+
+    async with asyncio.timeout(TIMEOUT):
+        async with turn("slow") as slow, slow.job():
             await asyncio.sleep(0.05)
             async with turn("next"):
-                again = asyncio.create_task(go_on(slow))
-                later = [asyncio.create_task(turn(f"later-{number}").__aenter__()) for number in range(2)]
+                tasks = [asyncio.create_task(come(f"later-{number}")) for number in range(3)]
                 await asyncio.sleep(0.05)
-                assert not begun.is_set(), "the next probe has the turn"
-            await again
-        assert not any(each.done() for each in later)
-        for each in later:
-            each.cancel()
-        await asyncio.wait(later)
-        assert lock.locked()
+                tasks.append(asyncio.create_task(go_on(slow)))
+                await asyncio.sleep(0.05)
+                assert order == [], "the next probe has the turn"
+            await tasks[-1]
+        await asyncio.gather(*tasks)
+    assert order == ["later-0", "slow", "later-1", "later-2"]
     assert not lock.locked()
 
 
