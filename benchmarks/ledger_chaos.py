@@ -52,27 +52,36 @@ BUDGET = 10**12
 
 
 class Part:
-    """A process that is killed and restarted with the same arguments."""
+    """A process that is killed and restarted with the same arguments.
+
+    The killer and the supervisor may start it at the same moment: it has one process, so that none outlives the run.
+    """
 
     def __init__(self, name: str, argv: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.name, self.argv, self.log = name, argv, log
         self.environment = os.environ | (environment or {})
         self.process: asyncio.subprocess.Process | None = None
         self.killed = False
+        self._changing = asyncio.Lock()
 
     async def start(self) -> None:
-        self.killed = False
-        with self.log.open("ab") as out:
-            self.process = await asyncio.create_subprocess_exec(
-                *self.argv, env=self.environment, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL
-            )
+        """Start the process, unless it runs."""
+        async with self._changing:
+            self.killed = False
+            if self.process is not None and self.process.returncode is None:
+                return
+            with self.log.open("ab") as out:
+                self.process = await asyncio.create_subprocess_exec(
+                    *self.argv, env=self.environment, stdout=out, stderr=out, stdin=asyncio.subprocess.DEVNULL
+                )
 
     async def kill(self) -> None:
-        assert self.process is not None
-        self.killed = True
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
+        async with self._changing:
+            assert self.process is not None
+            self.killed = True
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
 
 
 class Postgres:

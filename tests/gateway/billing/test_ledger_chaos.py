@@ -3,11 +3,14 @@
 At the end the ledger equals the engine's books.
 """
 
+import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.ledger_chaos import run
+from benchmarks.ledger_chaos import Part, run
 from benchmarks.ledger_chaos_check import is_exact
 
 
@@ -21,3 +24,24 @@ async def test_the_ledger_is_exact_whatever_dies(partitioned: bool):
     assert sum(found["kills"].values()) == 5
     assert found["engine_requests"] >= 200
     assert all(name[-6:].isdigit() == partitioned for name in found["tables"])
+
+
+async def test_a_part_that_is_started_twice_at_once_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started, plain = list[asyncio.subprocess.Process](), asyncio.create_subprocess_exec
+
+    async def record(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await plain(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", record)
+    part = Part("sleeper", ["sleep", "600"], tmp_path / "log")
+    try:
+        await asyncio.gather(part.start(), part.start())
+        await asyncio.gather(part.kill(), part.start(), part.start())
+        await part.kill()
+        assert len(started) == 2
+        assert all(process.returncode is not None for process in started)
+    finally:
+        for process in started:
+            if process.returncode is None:
+                process.kill()
