@@ -2,10 +2,10 @@
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
-runs at a time, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
-So many probes delay requests little. The tenants' probes take turns. A job that takes long waits for something else, a
-heavy tenant's load for its rests and its pass for the tenant's requests, so its probe leaves the turn to the next one
-until then. Independent of HTTP.
+has the turn, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
+The pauses keep the delay of requests small, however many probes there are. A job longer than TURN_S waits for something
+else: a heavy tenant's load rests, and its pass waits behind its own requests. Its probe leaves the turn to the next one
+until the job has ended. Independent of HTTP.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class Difference:
 class _Turn:
     """The turn of a probe, from its entry to its exit. While a job takes longer than TURN_S, others have the turn.
 
-    entry, lock: common to all turns. A probe that has left its turn waits for few others, because of those that begin
-    only the one with the entry waits for the lock.
+    entry, lock: common to all turns. New probes wait for the lock one at a time, the others for the entry, so a probe
+    that returns to its turn waits for the present one and one new one at most, besides others that return.
     """
 
     def __init__(self, tenant_id: str, entry: asyncio.Lock, lock: asyncio.Lock, duty_cycle: DutyCycle) -> None:
