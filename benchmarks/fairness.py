@@ -2,6 +2,7 @@
 
     python -m benchmarks.fairness --repeat 3 --vllm VENV/bin/vllm --out docs/perf/2026-11-22-fairness
     python -m benchmarks.fairness --patterns all --repeat 3 --out docs/perf/2026-11-27-fairness-all
+    python -m benchmarks.fairness --patterns flood --seconds 120 --repeat 3     (the start of a flood weighs less)
     python -m benchmarks.fairness --patterns all --device simulated:60,0.2 --out docs/perf/2026-11-27-fairness-simulated
 
 Each pattern and each server begins with a new service, fair share and FCFS in turn, because the speed of a machine
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,12 +305,16 @@ def main() -> int:
     parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:60,0.2")
     parser.add_argument("--vllm", type=vllm_command, help="the vllm command, or its virtual environment")
     parser.add_argument("--repeat", type=int, default=1, help="rounds")
-    parser.add_argument("--full", action="store_true", help="the scenarios' own lengths")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--full", action="store_true", help="the scenarios' own lengths")
+    length.add_argument("--seconds", type=duration, help="length of each pattern's arrivals, instead of its own")
     parser.add_argument("--folder", type=Path, help="for the whole reports; default: a new folder in /tmp")
     parser.add_argument("--out", type=Path, help="write OUT.md, OUT.json and OUT.svg")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fairness-"))
     patterns = [pattern.in_full() if options.full else pattern for pattern in chosen(options.patterns)]
+    if options.seconds:
+        patterns = [replace(pattern, seconds=options.seconds) for pattern in patterns]
     servers = [*options.schedulers, *([VLLM] if options.vllm else [])]
     runs = options.repeat * len(servers)
     progress = Progress(
@@ -324,6 +329,17 @@ def main() -> int:
     for text in (summary(progress.results), *(table(name, rounds) for name, rounds in progress.results.items())):
         print(text)
     return 1 if progress.failed else 0
+
+
+def duration(text: str) -> float:
+    """Return a number of seconds. Raises argparse.ArgumentTypeError if it is not one above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def run_round(
