@@ -30,6 +30,10 @@ STEEPNESS = 5
 # A step may have MIN_ROWS rows (streams and prompt tokens) even if it then exceeds its target, as long as they take at
 # most MAX_STEP_S seconds. Smaller steps would consist mostly of their fixed cost.
 MIN_ROWS, MAX_STEP_S = 112, 0.25
+# Rows of a step for each free seat that a waiting request can take. The prompts that replace the streams that end have
+# `streams * prompt / answer` tokens in each step. So with one row for each free seat, and prompts as long as answers,
+# half of the seats would stay empty; with three rows, a quarter.
+ROWS_TO_FILL = 3
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
 # double; above the second it is negligible and the learnt minimum is dropped.
@@ -75,6 +79,14 @@ def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
     return min((2 * prompts[tenant_id] - 1) / number for tenant_id, number in streams.items()) if streams else 1.0
 
 
+def filling_rows(num_running: int, num_joining: int) -> int:
+    """Return the rows of a step that fills free seats: one for each running request, `ROWS_TO_FILL` for each free seat.
+
+    num_joining: number of free seats that waiting requests can take.
+    """
+    return num_running + ROWS_TO_FILL * num_joining
+
+
 class Pacer:
     """Prompt tokens of a step, of all its prompts together, from measured step times.
 
@@ -118,15 +130,14 @@ class Pacer:
         return min(most, chunk)
 
     def budget(
-        self, num_decodes: int, most: int, prompt_pressure: float, target: float | None, num_seated: int = 0
+        self, num_decodes: int, most: int, prompt_pressure: float, target: float | None, filling_rows: int = 0
     ) -> PromptBudget:
         """Return the budget of a step with `num_decodes` decodes.
 
         target: time in seconds that light tenants' prompts may take, and up to which `prompt_pressure` may enlarge the
             chunks of others; None: no such limits. See also `MIN_ROWS`.
-        num_seated: number of running requests after waiting ones have taken the free seats. Within the target, prompts
-            may have `num_seated - num_decodes` rows: a decode step of all these requests takes as long, and smaller
-            chunks would leave seats empty.
+        filling_rows: rows up to which prompts may fill the step within the target, so that free seats do not stay
+            empty: see the function of this name.
         """
         paced = self.paced_tokens(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
@@ -138,7 +149,7 @@ class Pacer:
         usual = self.paced_tokens(num_decodes, most) if num_decodes else 0
         limited = min(paced, max(within - num_decodes, usual))
         if limited:  # else a step of decodes only is due
-            limited = max(limited, min(num_seated, within) - num_decodes)
+            limited = max(limited, min(filling_rows, within) - num_decodes)
         return PromptBudget(min(most, limited), min(most, max(paced, within)))
 
     def seconds_of(self, num_rows: int) -> float:

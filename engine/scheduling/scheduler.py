@@ -20,7 +20,7 @@ from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.nearness import Nearness
-from engine.scheduling.pacing import Pacer, PromptBudget, prompt_pressure
+from engine.scheduling.pacing import Pacer, PromptBudget, filling_rows, prompt_pressure
 from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
@@ -214,8 +214,8 @@ class Scheduler:
         if self._pacer is None:
             return PromptBudget(most, most)
         target = self.policy.step_target(self._clock())
-        num_seated = len(self.running) + min(self.num_waiting, self._seats.num_free)
-        return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target, num_seated)
+        rows = filling_rows(len(self.running), min(self.num_waiting, self._seats.num_free))
+        return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target, rows)
 
     def _prefill(self, plan: Plan, budget: PromptBudget, prompts: list[Request]) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
