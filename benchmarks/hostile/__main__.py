@@ -7,6 +7,7 @@
     python -m benchmarks.hostile --engine-core            (the engine has a core for itself, as a GPU would be)
     python -m benchmarks.hostile --engine-core --attacker-core    (the attackers too, beside a simulated engine)
     python -m benchmarks.hostile --device simulated:8,0.02    (steps as short as a GPU's, for the attacks on the engine)
+    python -m benchmarks.hostile --device simulated:8,0.02 --elsewhere    (quiet rounds attack a second stack)
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
@@ -24,6 +25,12 @@ its requests a second, also those of the quiet rounds. If it waited for a CPU fo
 with more cores. An attack that breaks the stack is reported, and the others follow on a new one. Exit code 1 if a limit
 is missed, 2 if an attack is undecided.
 
+With --elsewhere there is a second whole stack on the machine, and the same attack on it runs in the quiet rounds, while
+the neighbour goes on using the first stack. Both rounds then have the same work on the machine's cores, so the ratio
+is what tenants do to each other within one gateway and engine. It includes ordinary use of the engine, which an honest
+tenant has too. The second engine takes no CPU time while it idles, but both need it under attack: use a simulated
+device. The table names the load of each attack's quiet rounds.
+
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
 Beside a stall is its cause, if the gateway has logged one (`gateway.loop_stalled`).
@@ -39,6 +46,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.hostile.attack import Attack
@@ -59,11 +67,11 @@ START_SECONDS, ATTACK_SECONDS, PAIR_SECONDS = 15.0, 6.0, 2.0
 READY_SECONDS = 60.0
 
 
-def estimate(attacks: list[Attack], seconds: float, pairs: int) -> float:
+def estimate(attacks: list[Attack], seconds: float, pairs: int, *, elsewhere: bool) -> float:
     """Return the expected duration of all attacks, in seconds. Slow recoveries and mutated uploads add to it."""
+    stacks = len({attack.place for attack in attacks}) * (2 if elsewhere else 1)
     rounds = sum(2 * pairs * max(seconds, attack.least_seconds) for attack in attacks)
-    places = len({attack.place for attack in attacks})
-    return rounds + places * START_SECONDS + len(attacks) * (ATTACK_SECONDS + pairs * PAIR_SECONDS)
+    return rounds + stacks * START_SECONDS + len(attacks) * (ATTACK_SECONDS + pairs * PAIR_SECONDS)
 
 
 async def run_all(flags: argparse.Namespace, folder: Path, report: Report) -> None:
@@ -73,24 +81,34 @@ async def run_all(flags: argparse.Namespace, folder: Path, report: Report) -> No
     limits = Limits(latency=flags.latency or None)
     if not flags.only:
         wanted = with_controls(wanted)
-    print(f"{len(wanted)} runs, about {estimate(wanted, flags.seconds, flags.pairs) / 60:.0f} minutes", flush=True)
+    expected = estimate(wanted, flags.seconds, flags.pairs, elsewhere=flags.elsewhere)
+    print(f"{len(wanted)} runs, about {expected / 60:.0f} minutes", flush=True)
     for kind in dict.fromkeys(attack.place for attack in wanted):
-        with contextlib.ExitStack() as exits:
-            site = Site(kind, folder, flags, exits)
+        with Site(kind, folder / kind, flags) as site, Site(kind, folder / f"{kind}-elsewhere", flags) as other:
             for attack in wanted:
                 if attack.place == kind:
                     print(f"\n{attack.name}: {attack.words}", flush=True)
-                    report.add(await measured(attack, site, flags, limits))
+                    report.add(await measured(attack, site, other if flags.elsewhere else None, flags, limits))
                     print(show(report.results[-1]), flush=True)
 
 
 class Site:
-    """A stack of one kind, started when it is first needed and again after an attack that broke it."""
+    """A stack of one kind, started when it is first needed and again after an attack that broke it.
 
-    def __init__(self, kind: str, folder: Path, flags: argparse.Namespace, exits: contextlib.ExitStack) -> None:
-        self._kind, self._folder, self._flags, self._exits = kind, folder, flags, exits
+    folder: its folder; a number is added for each start.
+    """
+
+    def __init__(self, kind: str, folder: Path, flags: argparse.Namespace) -> None:
+        self._kind, self._folder, self._flags = kind, folder, flags
+        self._exits = contextlib.ExitStack()
         self._place: Place | None = None
         self._starts = 0
+
+    def __enter__(self) -> "Site":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exits.close()
 
     def ready(self) -> Place:
         """Return the running stack. Raises an error of its start."""
@@ -99,7 +117,7 @@ class Site:
             self._place = None
             self._exits.close()
         if self._place is None:
-            home = self._folder / f"{self._kind}-{self._starts}"
+            home = self._folder.with_name(f"{self._folder.name}-{self._starts}")
             home.mkdir()
             self._starts += 1
             self._place = self._exits.enter_context(open_place(self._kind, home, self._flags))
@@ -117,11 +135,11 @@ def _answers(place: Place) -> bool:
     return False
 
 
-async def measured(attack: Attack, site: Site, flags: argparse.Namespace, limits: Limits) -> Result:
+async def measured(attack: Attack, site: Site, other: Site | None, flags: argparse.Namespace, limits: Limits) -> Result:
     """Run an attack. An attack that cannot be measured is missed, and the others follow."""
     try:
         rounds = Rounds(flags.seconds, flags.pairs, flags.mutations, flags.attacker_core)
-        return await run_attack(attack, site.ready(), rounds, limits)
+        return await run_attack(attack, site.ready(), rounds, limits, other.ready() if other else None)
     except Exception as error:  # noqa: BLE001 - a part that the attack broke may raise anything
         traceback.print_exc()
         words = " ".join(str(error).split())[-200:]  # the reason is at the end of a stack's output
@@ -151,7 +169,8 @@ def leave_core() -> int:
     return cores[-1]
 
 
-def main() -> int:
+def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags of the command line. Raises SystemExit for flags that contradict each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(ATTACKS), metavar="NAME", help="these attacks")
     parser.add_argument("--list", action="store_true", help="print the attacks and end")
@@ -165,8 +184,20 @@ def main() -> int:
     parser.add_argument(
         "--attacker-core", action="store_true", help="the attackers have the last core, all else the others"
     )
+    parser.add_argument(
+        "--elsewhere", action="store_true", help="the quiet rounds have the same attack on a second stack"
+    )
     parser.add_argument("--json", type=Path, help="write the results there, after each attack")
-    flags = parser.parse_args()
+    flags = parser.parse_args(arguments)
+    if flags.elsewhere and flags.engine_core:
+        parser.error("--elsewhere has two engines, and --engine-core gives one engine a core for itself.")
+    if flags.elsewhere and not flags.latency:
+        parser.error("--elsewhere compares latencies, and --latency 0 has no limit for them.")
+    return flags
+
+
+def main() -> int:
+    flags = read_flags()
     core = leave_core() if flags.engine_core or flags.attacker_core else None
     flags.engine_core, flags.attacker_core = core if flags.engine_core else None, core if flags.attacker_core else None
     if flags.list:

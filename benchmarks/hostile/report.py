@@ -79,7 +79,7 @@ class Report:
     def table(self) -> str:
         """Return the results as a table in Markdown."""
         head = ["attack", "p50", "of control", "p99", "of control", "upload", "gateway", "stall (quiet)"]
-        head += ["requests/s (quiet)", "waited", "statuses", "verdict"]
+        head += ["quiet load", "requests/s (quiet)", "waited", "statuses", "verdict"]
         rows = [tuple(head), ("---",) * len(head)]
         for each in self.results:
             verdict = "; ".join([*each.all_missed, *each.undecided])
@@ -87,7 +87,7 @@ class Report:
             stall = f"{each.stall * 1000:.0f} ({each.quiet_stall * 1000:.0f}) ms{_causes(each)}"
             ratios = (str(each.p50), _plain(each.of_control[0]), str(each.p99), _plain(each.of_control[1]))
             sizes = (f"{each.upload:.2f} s", f"{each.memory / 2**20:+.0f} MiB", stall)
-            attacker = (_rates(each), f"{each.waited:.0%}", _statuses(each))
+            attacker = (each.quiet_load, _rates(each), f"{each.waited:.0%}", _statuses(each))
             rows.append((each.name, *ratios, *sizes, *attacker, prefix + verdict))
         return "\n".join(
             "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows
@@ -133,8 +133,8 @@ def show(result: Result) -> str:
         f"{result.stall * 1000:6.0f} ({result.quiet_stall * 1000:.0f}) ms {result.cpu:5.1f} s "
         f"{result.busy:.2f} {result.waited:.0%} {_rates(result)}/s  {_statuses(result)}\n"
         f"{'':20} of control p50 {_plain(result.of_control[0])} p99 {_plain(result.of_control[1])}; {result.samples} "
-        f"chats; quiet {result.quiet_ms[0]:.0f} {result.quiet_ms[1]:.0f} ms, its rounds differ by "
-        f"{result.quiet_spread[0]:.2f} {result.quiet_spread[1]:.2f}; took {result.seconds:.0f} s\n"
+        f"chats; quiet ({result.quiet_load}) {result.quiet_ms[0]:.0f} {result.quiet_ms[1]:.0f} ms, its rounds differ "
+        f"by {result.quiet_spread[0]:.2f} {result.quiet_spread[1]:.2f}; took {result.seconds:.0f} s\n"
         f"{'':20} {verdict}"
         + "".join(f"\n{'':20} {note}" for note in result.notes)
         + "".join(f"\n{'':20} stall: {words}" for words in result.explained)

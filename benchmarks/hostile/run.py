@@ -50,9 +50,10 @@ class Result:
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
     first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. busy: CPU
-    seconds per second of the attacker's process. waited: seconds per second that it waited for a CPU. rate, quiet_rate:
-    events that it counts in `statuses`, mostly requests, per second; those of the process in the quiet rounds. missed:
-    limits that the attack exceeds, except those of latency. slow, undecided: the latter, judged by `Report`.
+    seconds per second of the attacker's process. waited: seconds per second that it waited for a CPU. quiet_load: see
+    `QuietLoad.words`. rate, quiet_rate: events that the attacker counts in `statuses`, mostly requests, per second;
+    those of the quiet load. missed: limits that the attack exceeds, except those of latency. slow, undecided: the
+    latter, judged by `Report`.
     explained, quiet_explained: the gateway's explanations of stalls, in attacked and quiet rounds.
     of_control: p50 and p99 as multiples of the largest control's; None without one.
     """
@@ -75,6 +76,7 @@ class Result:
     cpu: float = 0.0
     busy: float = 0.0
     waited: float = 0.0
+    quiet_load: str = ""
     rate: float = 0.0
     quiet_rate: float = 0.0
     largest_error: int = 0
@@ -154,63 +156,116 @@ class Rounds:
     core: int | None = None
 
 
-async def run_attack(attack: Attack, place: Place, rounds: Rounds, limits: Limits) -> Result:
+@dataclass(frozen=True)
+class QuietLoad:
+    """Load of the quiet rounds.
+
+    attack: what its process runs. place: the stack that it uses. words: its name in the report.
+    """
+
+    attack: Attack
+    place: Place
+    words: str
+
+
+def quiet_load(attack: Attack, place: Place, elsewhere: Place | None) -> QuietLoad:
+    """Return the load with which an attack on `place` is compared.
+
+    With another stack of this machine, it is the same attack on that stack. Otherwise it is the attack's honest use, if
+    it has one, or a process that takes as much CPU time as the attacker's client took, at the same moments of the
+    round: a real attacker has its own machine; here its client takes CPU time from the service, often in bursts, which
+    is no effect of its requests.
+    """
+    if elsewhere is not None:
+        return QuietLoad(attack, elsewhere, f"{attack.name} elsewhere")
+    honest = ATTACKS[attack.honest or "busy-loop"]
+    return QuietLoad(honest, place, honest.name)
+
+
+class Side:
+    """The attacked or the quiet rounds: a process, the stack that it uses, and the sums of its rounds.
+
+    watch: observes the stack that the process uses. rounds: the neighbour's measurements, round by round. seen:
+    observations of the neighbour's stack. left: leftovers on the stack that the process used.
+    """
+
+    def __init__(self, child: Child, watch: Watch) -> None:
+        self._child, self._watch = child, watch
+        self.rounds: list[Measurements] = []
+        self.seen, self.sums = Seen(), Round()
+        self.left: list[str] = []
+
+    @property
+    def measured(self) -> Measurements:
+        """Return the neighbour's measurements of all rounds."""
+        together = Measurements()
+        for each in self.rounds:
+            together.add(each)
+        return together
+
+    async def run(self, neighbour: Neighbour, of_neighbour: Watch, order: Order) -> Round:
+        """Run one round and wait until the stack that was used is as before. Return the outcome of its process.
+
+        of_neighbour: observes the neighbour's stack.
+        """
+        remains = await self._watch.settled()
+        measured, seen, outcome = await measure(neighbour, of_neighbour, self._child, order)
+        self.rounds.append(measured)
+        merge(self.seen, self.sums, seen, outcome)
+        accepted = set(self.sums.accepted)
+        began = time.monotonic()
+        self.left += (await self._watch.settled(remains, accepted)).beyond(remains, accepted)
+        if time.monotonic() - began > SLOW_TO_SETTLE:
+            self.sums.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the round")
+        return outcome
+
+
+async def run_attack(
+    attack: Attack, place: Place, rounds: Rounds, limits: Limits, elsewhere: Place | None = None
+) -> Result:
     """Attack in rounds, each right before a quiet one, of the same length if latencies are judged.
 
-    In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took, at the same
-    moments of the round. A real attacker has its own machine; here its client takes CPU time from the service, often in
-    bursts, which is no effect of its requests.
+    elsewhere: another stack of this machine; the quiet rounds then attack it (see `quiet_load`), and the neighbour
+    always uses `place`. It idles in the attacked rounds, so its presence is the same in both.
     """
     number, seconds, started = next(NUMBERS), max(rounds.seconds, attack.least_seconds), time.monotonic()
-    neighbour_key = place.tenant(f"neighbour-{number}", **NEIGHBOUR_LIMITS)
-    watch = Watch(place)
+    quiet_by = quiet_load(attack, place, elsewhere)
+    places = dict.fromkeys((place, quiet_by.place))
+    keys = {each: each.tenant(f"neighbour-{number}", **NEIGHBOUR_LIMITS) for each in places}
+    watches = {each: Watch(each) for each in places}
     async with contextlib.AsyncExitStack() as exits:
-        exits.callback(watch.close)
+        for watch in watches.values():
+            exits.callback(watch.close)
 
-        async def attacker(of: Attack, name: str) -> Child:
-            key = place.tenant(name, **of.limits)
+        async def side(of: Attack, at: Place, name: str) -> Side:
             target = Target(
-                *(place.url, key, neighbour_key, place.base_model, limits.refusal),
-                control=place.control,
+                *(at.url, at.tenant(name, **of.limits), keys[at], at.base_model, limits.refusal),
+                control=at.control,
                 mutations=rounds.mutations,
                 # A busy machine must leave the attacker some time; only judged latencies need it at low priority.
                 gives_way=limits.latency is not None,
                 core=rounds.core,
             )
-            return await exits.enter_async_context(child(of, target))
+            return Side(await exits.enter_async_context(child(of, target)), watches[at])
 
         async with asyncio.TaskGroup() as starting:
-            hostile_start = starting.create_task(attacker(attack, f"attacker-{number}"))
-            calm_start = starting.create_task(attacker(ATTACKS[attack.honest or "busy-loop"], f"calm-{number}"))
-        hostile, calm = hostile_start.result(), calm_start.result()
+            hostile = starting.create_task(side(attack, place, f"attacker-{number}"))
+            calm = starting.create_task(side(quiet_by.attack, quiet_by.place, f"calm-{number}"))
+        attacked, quiet = hostile.result(), calm.result()
         # No keep-alive: connections that are open after a round belong to the attacker.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
-        uploads = place.has_real_engine
-        neighbour = Neighbour(session, place, neighbour_key, uploads=uploads)
-        await neighbour.calibrate()
-        calm_rounds: list[Measurements] = []
-        measured, seen, attacked = Measurements(), Seen(), Round()
-        quiet_seen, quiet, left = Seen(), Round(), []
+        neighbours = {each: Neighbour(session, each, keys[each], uploads=each.has_real_engine) for each in places}
+        for each in neighbours.values():  # warms up both stacks
+            await each.calibrate()
+        quiet_seconds = min(seconds, UNJUDGED_QUIET_SECONDS) if limits.latency is None else seconds
         for _ in range(rounds.pairs):
-            remains = await watch.settled()
-            after, one, outcome = await measure(neighbour, watch, hostile, Order(seconds))
-            measured.add(after)
-            merge(seen, attacked, one, outcome)
-            accepted = set(attacked.accepted)
-            began = time.monotonic()
-            left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
-            if time.monotonic() - began > SLOW_TO_SETTLE:
-                attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-            quiet_seconds = min(seconds, UNJUDGED_QUIET_SECONDS) if limits.latency is None else seconds
+            outcome = await attacked.run(neighbours[place], watches[place], Order(seconds))
             order = Order(quiet_seconds, outcome.cpu_curve, outcome.served / outcome.seconds)
-            before, one, outcome = await measure(neighbour, watch, calm, order)
-            calm_rounds.append(before)
-            merge(quiet_seen, quiet, one, outcome)
-        result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_seen.stall, left)
-        result.explained, result.quiet_explained = seen.explained, quiet_seen.explained
-        result.quiet_rate = rate(quiet)
-        result.chat_interval = neighbour.chat_interval
+            await quiet.run(neighbours[place], watches[place], order)
+        result = judge(attack, limits, attacked, quiet)
+        result.quiet_load = quiet_by.words
+        result.chat_interval = neighbours[place].chat_interval
         result.seconds = time.monotonic() - started
         return result
 
@@ -252,51 +307,42 @@ def rate(rounds: Round) -> float:
     return rounds.statuses.total() / rounds.seconds
 
 
-def judge(
-    attack: Attack,
-    limits: Limits,
-    calm_rounds: list[Measurements],
-    measured: Measurements,
-    seen: Seen,
-    attacked: Round,
-    quiet_stall: float,
-    left: list[str],
-) -> Result:
-    """Compare a result with the limits, except those of latency.
-
-    calm_rounds: the neighbour's measurements in the quiet rounds.
-    """
-    quiet = Measurements()
-    for before in calm_rounds:
-        quiet.add(before)
+def judge(attack: Attack, limits: Limits, attacked: Side, quiet: Side) -> Result:
+    """Compare a result with the limits, except those of latency."""
+    measured, before, seen, sums = attacked.measured, quiet.measured, attacked.seen, attacked.sums
+    left = [*attacked.left, *quiet.left]
+    in_quiet = [*quiet.sums.breaches, *quiet.sums.notes]
     result = Result(
         name=attack.name,
-        p50=ratio(0.5, measured.whole, quiet.whole),
-        p99=ratio(0.99, measured.whole, quiet.whole),
-        first_p50=ratio(0.5, measured.first, quiet.first),
-        first_p99=ratio(0.99, measured.first, quiet.first),
-        quiet_ms=(percentile(quiet.whole, 0.5) * 1000, percentile(quiet.whole, 0.99) * 1000),
-        quiet_spread=(spread(0.5, calm_rounds), spread(0.99, calm_rounds)),
+        p50=ratio(0.5, measured.whole, before.whole),
+        p99=ratio(0.99, measured.whole, before.whole),
+        first_p50=ratio(0.5, measured.first, before.first),
+        first_p99=ratio(0.99, measured.first, before.first),
+        quiet_ms=(percentile(before.whole, 0.5) * 1000, percentile(before.whole, 0.99) * 1000),
+        quiet_spread=(spread(0.5, quiet.rounds), spread(0.99, quiet.rounds)),
         samples=len(measured.whole),
         upload=max(measured.uploads, default=0.0),
         memory=seen.memory,
         children=seen.children,
         stall=seen.stall,
-        quiet_stall=quiet_stall,
+        quiet_stall=quiet.seen.stall,
         cpu=seen.cpu,
-        busy=attacked.cpu / attacked.seconds,
-        waited=attacked.waited / attacked.seconds,
-        rate=rate(attacked),
-        largest_error=attacked.largest_error,
-        slowest=attacked.slowest,
-        statuses=attacked.statuses,
+        busy=sums.cpu / sums.seconds,
+        waited=sums.waited / sums.seconds,
+        rate=rate(sums),
+        quiet_rate=rate(quiet.sums),
+        largest_error=sums.largest_error,
+        slowest=sums.slowest,
+        statuses=sums.statuses,
         left=left,
-        notes=attacked.notes,
+        notes=[*sums.notes, *(f"in the quiet rounds: {words}" for words in in_quiet)],
+        explained=seen.explained,
+        quiet_explained=quiet.seen.explained,
         judges_latency=attack.judges_latency,
     )
     failures = Counter(measured.failures)
     missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
-    missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
+    missed += [f"before the attack: {words} (x{number})" for words, number in Counter(before.failures).most_common(2)]
     if limits.latency is not None and attack.judges_latency:
         missed += [] if measured.whole else ["no chat of the neighbour ended"]
     if result.upload > limits.upload:
@@ -306,7 +352,7 @@ def judge(
     if result.stall > limits.stall:
         missed.append(f"stall of {result.stall * 1000:.0f} ms")
     missed += [f"left: {words}" for words in dict.fromkeys(left)]
-    missed += attacked.breaches[:6] + list(dict.fromkeys(seen.failures))
+    missed += sums.breaches[:6] + list(dict.fromkeys(seen.failures))
     result.missed = missed
     return result
 

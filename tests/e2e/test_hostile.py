@@ -5,15 +5,20 @@ Latencies are not judged, because tests share their machine; the limit on stalls
 """
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from benchmarks.hostile.__main__ import read_flags, run_all
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, of_stack
+from benchmarks.hostile.report import Report
 from benchmarks.hostile.run import Limits, Rounds, as_json, run_attack
 from testing.stack import Stack
 
@@ -88,3 +93,29 @@ async def test_an_engine_that_misbehaves_learns_nothing(
     kind: str, name: str, statuses: set[str], doubles: Callable[[str], Place]
 ):
     await attacked(name, doubles(kind), statuses)
+
+
+def tenants_of(home: Path) -> dict[str, int]:
+    """Return the limit of concurrent requests of each tenant that a stopped stack had, by name without its number."""
+    with closing(sqlite3.connect(home / "gateway.db")) as database:
+        rows = database.execute("SELECT name, limits FROM tenants").fetchall()
+    return {name.rpartition("-")[0]: json.loads(limits).get("max_concurrent") for name, limits in rows}
+
+
+async def test_the_same_attack_on_a_second_stack_is_the_load_of_the_quiet_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The attacker has an equal tenant there, and it has none of the first stack in the quiet rounds."""
+    attack = replace(ATTACKS["vllm-fields"], limits={"max_concurrent": 7})
+    monkeypatch.setitem(ATTACKS, attack.name, attack)
+    flags = read_flags(["--elsewhere", "--only", attack.name, "--seconds", "1", "--pairs", "1"])
+    report = Report(LIMITS, None)
+    await run_all(flags, tmp_path, report)
+    [result] = report.results
+    assert result.quiet_load == "vllm-fields elsewhere", result
+    assert result.rate > 0
+    assert result.quiet_rate > 0
+    assert set(result.statuses) <= {"200", "400"}
+    here, there = tenants_of(tmp_path / "vllm-0"), tenants_of(tmp_path / "vllm-elsewhere-0")
+    assert (here.pop("attacker"), there.pop("calm")) == (7, 7)
+    assert here.keys() == there.keys() == {"neighbour"}
