@@ -42,7 +42,9 @@ def _choose(row: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
     ids = None  # all of the vocabulary
     if 0 < top_k < len(row):
         ids = np.flatnonzero(row >= np.partition(row, len(row) - top_k)[len(row) - top_k])
-    weights = np.exp((row if ids is None else row[ids]) / np.float32(temperature) - row[likeliest] / temperature)
+    # The division comes last: quotients of finite logits may be infinite with an adapter, and their difference NaN.
+    with np.errstate(over="ignore"):
+        weights = np.exp(((row if ids is None else row[ids]) - row[likeliest]) / np.float32(temperature))
     least = np.float32(min_p)
     if top_p < 1:
         least = max(least, _least_of_top_p(weights, top_p))

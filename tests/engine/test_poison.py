@@ -67,11 +67,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     save_model(folder / "base", max_model_len=256)
     save_adapter(folder / "victim", rank=12)
-    for dtype, largest in (("float32", 1.7e38), ("bfloat16", 1.7e38), ("float16", 6e4)):
+    for dtype, largest, steep in (("float32", 1.7e38, 1e17), ("bfloat16", 1.7e38, 1e17), ("float16", 6e4, 1.0)):
         save_huge_adapter(folder / f"everything-{dtype}", largest, list(ALL))
         save_huge_adapter(folder / f"values-{dtype}", largest, ["self_attn.v_proj"])
         save_huge_adapter(folder / f"embedding-head-{dtype}", largest, EMBEDDING_HEAD)
         save_huge_adapter(folder / f"head-{dtype}", largest, ["lm_head"])
+        save_huge_adapter(folder / f"steep-head-{dtype}", steep, ["lm_head"])
     return folder
 
 
@@ -91,7 +92,7 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
         options.setdefault("adapter_memory", 2 * page_bytes(host, served))
         engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
         request.addfinalizer(engine.close)
-        names = {"victim": "victim"} | {kind: f"{kind}-{dtype}" for kind in ATTACKS}
+        names = {"victim": "victim"} | {kind: f"{kind}-{dtype}" for kind in (*ATTACKS, "steep-head")}
         return engine, {name: host.add_path(model / folder) for name, folder in names.items()}
 
     def page_bytes(host: HostCache, dtype: torch.dtype) -> int:
@@ -178,6 +179,20 @@ def test_a_victims_tokens_beside_an_overflowing_adapter(
         assert last.error_param == "model"
         assert "too large" in str(last.error)
     assert engine.state().num_free_blocks == engine.state().num_blocks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_finite_scores_that_overflow_at_a_low_temperature_are_drawn_from(dtype: str, make_engine: Make) -> None:
+    """An exception of the sampler would end the engine with all tenants' requests."""
+    engine, digests = make_engine(None, dtype)
+    cuts: list[dict[str, Any]] = [{}, {"min_p": 0.1}, {"top_p": 0.5, "top_k": 3}]
+    for number, params in enumerate(cuts):
+        ask(engine, f"attack-{number}", digests["steep-head"], 5, "attacker", temperature=0.001, **params)
+    ask(engine, "base", None, 5, "victim")
+    said: dict[str, list[RequestOutput]] = {}
+    run(engine, said)
+    assert {name: outputs[-1].finish_reason for name, outputs in said.items()} == dict.fromkeys(said, "length")
+    assert [len(tokens(outputs)) for outputs in said.values()] == [6] * (len(cuts) + 1)
 
 
 def test_the_base_models_own_overflow_is_not_the_requests_fault(make_engine: Make) -> None:

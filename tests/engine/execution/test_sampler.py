@@ -116,6 +116,27 @@ def test_the_cpu_draws_what_the_reference_draws(vocab: int) -> None:
     assert torch.equal(cpu_sampling.sample(logits, *parameters), reference.sample(logits, *parameters))
 
 
+@pytest.mark.parametrize("vocab", [256, 300])
+def test_logits_whose_quotients_overflow_draw_what_the_reference_draws(vocab: int) -> None:
+    """An adapter may give finite logits of this size. A vocabulary of 256 leaves no tokens after the last whole run."""
+    generator, n = torch.Generator().manual_seed(vocab), 64
+    logits = 1e38 * torch.randn(n, vocab, generator=generator).clamp(-3, 3)
+    logits[::2, :9] = 3e38
+
+    def one_of(*values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(len(values), (n,), generator=generator)]
+
+    parameters = (
+        one_of(1e-5, 0.01, 0.5, 2),
+        one_of(0, 1, 5, 40).int(),
+        one_of(1, 0.5, 0.95),
+        one_of(0, 0.1, 1),
+        torch.arange(n),
+        torch.ones(n, dtype=torch.int64),
+    )
+    assert torch.equal(cpu_sampling.sample(logits, *parameters), reference.sample(logits, *parameters))
+
+
 @pytest.mark.parametrize("hole", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_no_numbers_give_a_token_all_the_same(hole: float) -> None:
     crowd = [request(0), request(1, top_p=0.5), request(2, top_k=3), request(3, min_p=0.1), request(temperature=0.0)]
