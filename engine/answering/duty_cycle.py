@@ -27,10 +27,13 @@ class DutyCycle:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the job in the block. The pause begins at its end, also after an error."""
+        """Measure the job in the block. The pause begins at its end, also after an error. The end of a job beside this
+        one does not shorten it.
+        """
         started = time.monotonic()
         try:
             yield
         finally:
             ended = time.monotonic()
-            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share - 1))
+            pause = min(MAX_PAUSE_S, (ended - started) * (1 / self._share - 1))
+            self._ends_at = max(self._ends_at, ended + pause)

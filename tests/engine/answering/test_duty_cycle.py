@@ -53,6 +53,21 @@ async def test_a_pause_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: 
     assert limits.pop() == pytest.approx(0.1), "not nine times its time"
 
 
+async def test_the_end_of_a_short_job_does_not_shorten_the_pause_after_a_longer_one(monkeypatch: pytest.MonkeyPatch):
+    clock = [1000.0]
+    monkeypatch.setattr(duty_cycle_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    duty_cycle = DutyCycle(SHARE, asyncio.Event().wait)
+    with duty_cycle.measure():
+        clock[0] += 0.5
+        with duty_cycle.measure():  # a job that runs beside the other one
+            clock[0] += 0.01
+    ends_at = duty_cycle._ends_at
+    assert ends_at == pytest.approx(clock[0] + 0.51 * (1 / SHARE - 1))
+    with duty_cycle.measure():
+        clock[0] += 0.01
+    assert duty_cycle._ends_at == ends_at
+
+
 async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(duty_cycle_module, "MAX_PAUSE_S", 36_000.0)
     idle = asyncio.Event()

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -246,7 +247,9 @@ async def test_probes_beside_a_running_request_pause_between_them(client: Client
         async with asyncio.timeout(0):
             yield
 
-    monkeypatch.setattr(duty_cycle, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    # Later than the pauses of the server's probes before this test.
+    clock = itertools.count(int(time.monotonic()) + 10)
+    monkeypatch.setattr(duty_cycle, "time", SimpleNamespace(monotonic=clock.__next__))
     monkeypatch.setattr(duty_cycle, "asyncio", SimpleNamespace(timeout=timeout))
     monkeypatch.setattr(duty_cycle, "MAX_PAUSE_S", 3600.0)
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
