@@ -161,6 +161,14 @@ class FairThreads:
                 self._enqueue(tenant_id, job, weight)
                 self._start_jobs()
 
+    def withdraw(self, tenant_id: str, future: "Future[Any]") -> None:
+        """Undo `share`, or the `submit` of a job that another tenant shares. No effect once the job runs."""
+        with self._lock:
+            job = next((job for job in self._queues.get(tenant_id, ()) if job.future is future), None)
+            if job is not None:
+                job.tenants.remove(tenant_id)
+                self._take_out(tenant_id, job)
+
     def charge(self, tenant_id: str, cpu_seconds: float) -> None:
         """Count CPU time that a tenant's job caused elsewhere."""
         with self._lock:
@@ -194,18 +202,20 @@ class FairThreads:
         self._queues.setdefault(tenant_id, deque()).append(job)
         self._weights[tenant_id] = self._weights.get(tenant_id, 1.0) if weight is None else weight
 
-    def _dequeue(self, job: _Job) -> bool:
-        """Remove a job from every queue. Returns False if it is in none."""
-        found = False
-        for tenant_id in job.tenants:
-            queue = self._queues.get(tenant_id)
-            if queue is not None and job in queue:
-                found = True
-                queue.remove(job)
-                if not queue:
-                    del self._queues[tenant_id], self._weights[tenant_id]
-        self._num_pending -= found
-        return found
+    def _dequeue(self, job: _Job) -> None:
+        """Remove a job from every queue, if it is in any."""
+        found = [self._take_out(tenant_id, job) for tenant_id in job.tenants]
+        self._num_pending -= any(found)
+
+    def _take_out(self, tenant_id: str, job: _Job) -> bool:
+        """Remove a job from a tenant's queue. Return whether it was in it."""
+        queue = self._queues.get(tenant_id)
+        if queue is None or job not in queue:
+            return False
+        queue.remove(job)
+        if not queue:
+            del self._queues[tenant_id], self._weights[tenant_id]
+        return True
 
     def _start_jobs(self) -> None:
         while len(self._running) < self._num_threads and not self._closed:

@@ -183,14 +183,13 @@ class AdapterPool:
         """Load the adapter into host memory if the limits of loads in flight allow it, or add its load to this tenant's
         queue.
         """
-        fetch = self._fetching.get(digest)
-        if fetch is not None:
-            if tenant_id not in self._fetchers[digest]:
-                self._fetchers[digest].add(tenant_id)
-                self._host.join(fetch, tenant_id, weight)
-        elif self._may_fetch(digest, tenant_id):
-            fetch = self._fetching[digest] = self._host.fetch(digest, tenant_id, weight, bounded=False)
-            self._fetchers[digest] = {tenant_id}
+        fetchers = self._fetchers.get(digest, ())
+        if tenant_id in fetchers or not (fetchers or self._may_fetch(digest, tenant_id)):
+            return
+        fetch = self._host.fetch(digest, tenant_id, weight, bounded=False)
+        self._fetchers.setdefault(digest, set()).add(tenant_id)
+        if not fetchers:
+            self._fetching[digest] = fetch
             fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
 
     def _may_fetch(self, digest: str, tenant_id: str) -> bool:
@@ -270,13 +269,23 @@ class AdapterPool:
         """
         return self._errors.pop(digest)
 
+    def leave(self, digest: str, tenant_id: str) -> None:
+        """Take the tenant out of the adapter's fetch and reservation after its last request for the adapter has left.
+
+        Both end if no other tenant has asked for them.
+        """
+        fetchers = self._fetchers.get(digest, set())
+        if tenant_id in fetchers:
+            fetchers.remove(tenant_id)
+            self._host.stop_waiting(digest, tenant_id, self._fetching[digest])
+            if not fetchers:
+                del self._fetching[digest], self._fetchers[digest]
+        self._reservations.leave(digest, tenant_id)
+
     def no_longer_wanted(self, digest: str) -> None:
         """Drop the adapter's reservation, error and fetch after its last request has left."""
-        fetch = self._fetching.pop(digest, None)
-        if fetch is not None:
-            del self._fetchers[digest]
-            # Without this the load would run for nobody if it has not begun.
-            self._host.stop_waiting(digest, fetch)
+        for tenant_id in tuple(self._fetchers.get(digest, ())):
+            self.leave(digest, tenant_id)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
         self._reservations.remove(digest)

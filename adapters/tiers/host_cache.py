@@ -77,8 +77,8 @@ class HostCache:
         self.version = 0  # changes with the set of adapters held
         self._closed = False
         self._max_rank = self._max_embedding_head_bytes = LIMITLESS
-        # Number of waiting requests per digest, and the tenant that last requested each digest.
-        self._askers: Counter[str] = Counter()
+        # Number of calls of `fetch` that wait for each digest's load, by tenant, and the last tenant of each digest.
+        self._askers: dict[str, Counter[str]] = {}
         self._asked = BoundedDict[str, str](MAX_ASKED)
         self._failed = FailedLoads()
         self._verified = VerifiedFiles()
@@ -142,32 +142,32 @@ class HostCache:
             if load is None or load.done():  # done without a run: cancelled, or no thread could be started
                 work = partial(self._load, digest)
                 load = self._loads[digest] = self._threads.submit(tenant_id, work, bounded=bounded, weight=weight)
-                self._askers[digest] = 0
+                self._askers[digest] = Counter()
             else:
                 self._threads.share(tenant_id, load, weight=weight)
-            self._askers[digest] += 1
+            self._askers[digest][tenant_id] += 1
             self._asked.put(digest, tenant_id)
             return load
 
-    def join(self, load: "Future[HostAdapter]", tenant_id: str, weight: float) -> None:
-        """Queue a load of `fetch` for this tenant too; no effect once it runs. `stop_waiting` is called once, by the
-        caller of `fetch`.
-        """
-        self._threads.share(tenant_id, load, weight=weight)
+    def stop_waiting(self, digest: str, tenant_id: str, load: "Future[HostAdapter]") -> None:
+        """Undo the `fetch` of this tenant that returned `load`.
 
-    def stop_waiting(self, digest: str, load: "Future[HostAdapter]") -> None:
-        """Undo the `fetch` that returned `load`.
-
-        A load without other waiting requests is dropped if it has not begun.
+        A load that has not begun leaves the queue of a tenant without other waiting calls, and is dropped if no tenant
+        has any.
         """
         with self._changed:
             if self._loads.get(digest) is not load:
                 return
-            self._askers[digest] -= 1
-            if self._askers[digest] > 0 or not load.cancel():
+            askers = self._askers[digest]
+            askers[tenant_id] -= 1
+            if askers[tenant_id]:
                 return
-            del self._loads[digest], self._askers[digest]
-            self._dropped.discard(digest)
+            del askers[tenant_id]
+            if askers:
+                self._threads.withdraw(tenant_id, load)
+            elif load.cancel():
+                del self._loads[digest], self._askers[digest]
+                self._dropped.discard(digest)
 
     def pin(self, digest: str) -> None:
         """Protect an adapter from eviction until `unpin` has been called as often as `pin`. The adapter need not be

@@ -61,8 +61,8 @@ class PageReservation:
     """A waiting adapter's claim.
 
     owner: the tenant whose only reservation it is; None if each tenant that asks has another one. asking: the tenants
-    that asked for the adapter in the last step in which any did, with their weights, the least served first. since: the
-    time at which it was made.
+    that asked for the adapter in the last step in which any did, with their weights, the least served first; tenants
+    without requests for it are left out, and at least one remains. since: the time at which it was made.
     """
 
     digest: str
@@ -185,24 +185,41 @@ class Reservations:
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)
 
+    def leave(self, digest: str, tenant_id: str) -> None:
+        """Take out a tenant whose last request for the adapter has left. Without another one that asked, the
+        reservation ends.
+        """
+        found, asked = self._queue.get(digest), self._asking.get(digest, {})
+        asked.pop(tenant_id, None)
+        if found is None:
+            return
+        asking = tuple(asked.items()) or tuple(each for each in found.asking if each[0] != tenant_id)
+        if not asking:
+            self.remove(digest)
+            return
+        owner = found.owner
+        if owner == tenant_id:
+            self._disown(found)
+            owner = next((each for each, _ in asking if each not in self._owners), None)
+            self._owners.update(() if owner is None else (owner,))
+        self._replace(replace(found, owner=owner, asking=asking))
+
     def _disown(self, reservation: PageReservation) -> None:
         if reservation.owner is not None:
             self._owners.discard(reservation.owner)
+
+    def _replace(self, reservation: PageReservation) -> None:
+        for each in (self._queue, self._overdue):
+            if reservation.digest in each:
+                each[reservation.digest] = reservation
 
     def begin_step(self, now: float) -> None:
         """Note who asked in the last step, mark the overdue reservations, which are the oldest, and drop preemption
         times older than `CALM_S`.
         """
         for digest, tenants in self._asking.items():
-            if (found := self._queue.get(digest)) is not None and found.asking != (asking := tuple(tenants.items())):
-                owner = found.owner
-                if owner not in tenants:  # its request has left
-                    self._disown(found)
-                    owner = next((tenant_id for tenant_id in tenants if tenant_id not in self._owners), None)
-                    self._owners.update(() if owner is None else (owner,))
-                self._queue[digest] = found = replace(found, owner=owner, asking=asking)
-                if digest in self._overdue:
-                    self._overdue[digest] = found
+            if tenants and (found := self._queue.get(digest)) is not None:
+                self._replace(replace(found, asking=tuple(tenants.items())))
         self._asking.clear()
         while self._preempted and now - next(iter(self._preempted.values())) >= CALM_S:
             self._preempted.popitem(last=False)

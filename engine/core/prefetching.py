@@ -113,4 +113,4 @@ async def _load(host_cache: HostCache, digest: str, tenant_id: str) -> HostAdapt
         logger.info("adapter %s not loaded ahead: %s", digest_name(digest), " ".join(str(error).split()))
         return None
     finally:
-        host_cache.stop_waiting(digest, load)
+        host_cache.stop_waiting(digest, tenant_id, load)

@@ -261,7 +261,7 @@ class CoreService:
             # Shielded, because other requests may wait for the same load.
             return await asyncio.shield(asyncio.wrap_future(load))
         finally:
-            self.host_cache.stop_waiting(digest, load)
+            self.host_cache.stop_waiting(digest, tenant_id, load)
 
     async def _inspect(self, digest: str, tenant_id: str) -> Inspection:
         adapter = await self._fetch(digest, tenant_id)

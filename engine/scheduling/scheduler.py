@@ -82,7 +82,7 @@ class Scheduler:
         self._growth = growth or Growth(cache.block_size)
         self._clock = clock
         self._failed: list[Request] = []
-        self._by_adapter: dict[str, dict[str, Request]] = {}
+        self._by_adapter: dict[str, dict[str, dict[str, Request]]] = {}  # by digest, tenant and request id
         # The requests that this step preempted, and the number of requests that it admitted by preemption.
         self._gave_way: set[Request] = set()
         self._num_reclaimed = 0
@@ -98,7 +98,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
         if request.adapter_digest is not None:
-            self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
+            tenants = self._by_adapter.setdefault(request.adapter_digest, {})
+            tenants.setdefault(request.tenant_id, {})[request.request_id] = request
         now = self._clock()
         request.arrived_at = min(request.arrived_at, now)
         self.policy.enter(request, now, Nearness(self.adapters, self.cache).near_among)
@@ -330,7 +331,7 @@ class Scheduler:
 
     def _fail_waiting(self, adapter: str, fault: Fault) -> None:
         """End all requests that wait for an adapter; otherwise each of them would request the same load again."""
-        for request in list(self._by_adapter[adapter].values()):
+        for request in [each for own in self._by_adapter[adapter].values() for each in own.values()]:
             if request.status is Status.WAITING:
                 self.fail(request, str(fault.error()))
                 request.fault = fault
@@ -385,8 +386,12 @@ class Scheduler:
         self._return_service(request)
         self.policy.leave(request)
         if request.adapter_digest is not None:
-            others = self._by_adapter[request.adapter_digest]
-            del others[request.request_id]
-            if not others:
-                del self._by_adapter[request.adapter_digest]
-                self.adapters.no_longer_wanted(request.adapter_digest)
+            digest, tenant_id = request.adapter_digest, request.tenant_id
+            tenants = self._by_adapter[digest]
+            del tenants[tenant_id][request.request_id]
+            if not tenants[tenant_id]:
+                del tenants[tenant_id]
+                self.adapters.leave(digest, tenant_id)
+            if not tenants:
+                del self._by_adapter[digest]
+                self.adapters.no_longer_wanted(digest)

@@ -40,7 +40,7 @@ class Disk:
     def fetch(self, digest: str, *_: Any, **__: Any) -> Future[HostAdapter]:
         return self.loads.setdefault(digest, Future())
 
-    def stop_waiting(self, digest: str, load: Future[HostAdapter]) -> None:
+    def stop_waiting(self, digest: str, _: str, load: Future[HostAdapter]) -> None:
         if self.loads.get(digest) is load:
             del self.loads[digest]
 

@@ -85,9 +85,9 @@ def test_a_load_that_nobody_waits_for_leaves_the_queue(make_cache, digests, monk
     running = [cache.fetch(digest, "a") for digest in digests[:2]]
     waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
     assert waiting is again
-    cache.stop_waiting(digests[2], waiting)
+    cache.stop_waiting(digests[2], "a", waiting)
     assert not waiting.cancelled()
-    cache.stop_waiting(digests[2], waiting)
+    cache.stop_waiting(digests[2], "a", waiting)
     assert waiting.cancelled()
     gate.set()
     assert load(cache, digests[2]).digest == digests[2]

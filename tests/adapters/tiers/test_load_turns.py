@@ -93,6 +93,26 @@ def test_a_load_that_two_tenants_need_runs_in_the_first_of_their_turns(
     assert charged == [{"light"}]
 
 
+def test_a_load_leaves_the_queue_of_a_tenant_whose_requests_have_left(
+    make: Make, host: HostCache, adapter: Callable[..., str], rest: Callable[[str], None]
+) -> None:
+    pool, shared, queues = make(4), adapter(seed=1), host._threads._queues
+    for tenant_id in ("first", "second"):
+        rest(tenant_id)
+        assert pool.ensure(shared, tenant_id) is Residency.LOADING
+    arriving = host.fetch(shared, "first")  # a request that has not entered the engine yet
+    pool.leave(shared, "first")
+    assert queues.keys() == {"first", "second"}
+    host.stop_waiting(shared, "first", arriving)
+    assert queues.keys() == {"second"}
+    assert host._threads.num_pending == 1
+    pool.leave(shared, "second")
+    assert not queues
+    assert host._threads.num_pending == 0
+    assert not pool.is_loading
+    wait_for(pool, shared, tenant_id="third")
+
+
 def test_a_load_finds_a_place_beside_those_of_tenants_that_rest(
     make: Make, host: HostCache, adapter: Callable[..., str], rest: Callable[[str], None]
 ) -> None:

@@ -33,7 +33,7 @@ def test_a_load_is_tried_again(host: HostCache, adapter: Callable[..., str]):
     with no_threads():
         asked = host.fetch(digest, "a")
         assert isinstance(asked.exception(TIMEOUT), OSError)
-        host.stop_waiting(digest, asked)
+        host.stop_waiting(digest, "a", asked)
     assert host.fetch(digest).result(TIMEOUT).digest == digest
     deadline = time.monotonic() + TIMEOUT
     while host._loads or host._askers:

@@ -305,13 +305,36 @@ def test_a_tenant_whose_request_has_left_owns_no_reservation():
     for tenant_id in ("second", "third"):
         reservations.ask("shared", tenant_id, 1.0)
     reservations.begin_step(2.0)
+    assert reservation_of(reservations, "shared").owner == "first", "its request waits, although it did not ask"
+    reservations.leave("shared", "first")
     assert reservation_of(reservations, "shared").owner == "third", "second has one of its own"
     assert reservations.add("other", "first", 1.0, Amount(slots=1), 2.0)
-    reservations.ask("shared", "second", 1.0)
-    reservations.begin_step(3.0)
+    reservations.leave("shared", "third")
     assert reservation_of(reservations, "shared").owner is None
     assert [tenant_id for tenant_id in ("first", "second", "third") if reservations.has_tenant(tenant_id)] == [
         *("first", "second"),
     ]
-    reservations.remove("shared")
+    reservations.leave("shared", "second")
+    assert "shared" not in reservations
     assert reservations.has_tenant("second")
+
+
+def test_a_reservation_acts_for_no_tenant_that_has_left():
+    reservations = Reservations(Amount(slots=1))
+    reservations.begin_step(0.0)
+    assert reservations.add("shared", "light", 1.0, Amount(slots=1), 0.0)
+    reservations.begin_step(PAGE_WAIT_S)
+
+    def claimants() -> list[str]:
+        return [claim.tenant_id for claim in reservations.preempting((), PAGE_WAIT_S)]
+
+    assert claimants() == ["light"]
+    reservations.ask("shared", "heavy", 1.0)
+    reservations.ask("shared", "light", 1.0)
+    reservations.leave("shared", "light")
+    assert claimants() == ["heavy"], "it has asked in this step"
+    reservations.leave("shared", "heavy")
+    assert not claimants()
+    reservations.begin_step(PAGE_WAIT_S)
+    assert len(reservations) == 0
+    assert reservations.reserved == reservations.reserved_overdue == Amount()

@@ -90,6 +90,17 @@ def test_a_reservation_acts_for_the_least_served_tenant_that_needs_the_adapter(m
     assert world.scheduler.preempted.largest(9) == (("middle", "least", 1),)
 
 
+def test_a_reservation_does_not_act_for_a_tenant_whose_client_has_left(monkeypatch):
+    """The tenant that still needs the adapter is ahead of all others, so nothing is preempted for it."""
+    world = World(monkeypatch, FairShare())
+    world.fill("adapter of high")
+    assert world.step() == {"low", "middle"}, "the least served tenant asks first from here on"
+    world.scheduler.abort("least")
+    for _ in range(5):
+        assert world.step(PAGE_WAIT_S) == {"low", "middle"}
+    assert world.scheduler.num_preemptions == 0
+
+
 def test_first_come_first_served_preempts_for_nobody(monkeypatch):
     world = World(monkeypatch, FirstCome())
     world.fill()

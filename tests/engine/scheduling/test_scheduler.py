@@ -364,6 +364,7 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
         def error(self, digest: str) -> Exception:
             return AdapterError("adapter", "damaged")
 
+        def leave(self, digest: str, tenant_id: str) -> None: ...
         def no_longer_wanted(self, digest: str) -> None: ...
 
     pool = Broken()

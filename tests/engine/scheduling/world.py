@@ -70,6 +70,7 @@ class Pool:
     def unpin(self, digest: str) -> None:
         self.pins[digest] -= 1
 
+    def leave(self, digest: str, tenant_id: str) -> None: ...
     def no_longer_wanted(self, digest: str) -> None: ...
 
 
