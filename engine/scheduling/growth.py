@@ -10,10 +10,13 @@ from collections.abc import Sequence
 
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import Request
+from wire.bounded_dict import BoundedDict
 
-# Expected output tokens before any request has ended. An answer of unknown length that is admitted too early is
-# computed again; one that is admitted too late only waits.
+# Expected output tokens before any request of the tenant has ended. An answer of unknown length that is admitted too
+# early is computed again; one that is admitted too late only waits.
 PRIOR = 1024
+# Tenants whose average output is known, those with the most recent ends.
+MAX_TENANTS = 4096
 # Factor on the average output: most answers of a mixture are shorter.
 MARGIN = 1.5
 # A request beyond its expected length is expected to grow by this part of its output so far, and by at least a block.
@@ -22,19 +25,22 @@ _MEMORY = 0.95  # weight of the past in the average output
 
 
 class Growth:
-    """Expected output length, learnt from ended requests."""
+    """Expected output length, learnt from each tenant's ended requests: no tenant's short answers make the engine admit
+    too many of another's long ones.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._mean: float | None = None
+        self._means = BoundedDict[str, float](MAX_TENANTS)
         # Running requests of the present step, and their sizes, in order.
         self._known: list[Request] = []
         self._sizes: list[tuple[float, int]] = []
 
     def observe(self, request: Request) -> None:
-        """Update the average output with a request that ended without an abort or error."""
+        """Update the tenant's average output with a request that ended without an abort or error."""
         outputs = float(request.num_output_tokens)
-        self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
+        mean = self._means.get(request.tenant_id, outputs)
+        self._means.put(request.tenant_id, _MEMORY * mean + (1 - _MEMORY) * outputs)
 
     def begin_step(self) -> None:
         """Drop the sizes of the running requests, because each step changes them."""
@@ -65,7 +71,8 @@ class Growth:
 
     def _size(self, request: Request) -> tuple[float, int]:
         """Return (minus the expected number of further tokens, number of tokens so far)."""
-        expected = PRIOR if self._mean is None else MARGIN * self._mean
+        mean = self._means.get(request.tenant_id)
+        expected = PRIOR if mean is None else MARGIN * mean
         outputs = request.num_output_tokens
         final = expected if outputs < expected else outputs * (1 + BEYOND) + self._block_size
         return outputs - min(final, request.params.max_tokens), request.num_tokens

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import NewRequest, Request, SamplingParams
+from tests.engine.scheduling.world import Asked, World, run
 
 BLOCK_SIZE = 16
 
@@ -58,3 +59,12 @@ def test_requests_that_end_together_need_the_sum_of_their_ends() -> None:
             cache.start(request, [])
             cache.grow(request, request.num_tokens)
         assert Growth(BLOCK_SIZE).leaves_room(found[2], [], found[:2], cache) == (num_blocks == 9)
+
+
+def test_short_answers_of_a_tenant_cause_no_preemptions_of_anothers_long_ones() -> None:
+    world = World(seats=64, blocks=400)
+    short = [Asked(at=step, tenant_id="short", weight=1.0, prompt=4, outputs=1) for step in range(200)]
+    long = [Asked(at=300, tenant_id="long", weight=1.0, prompt=200, outputs=800) for _ in range(20)]
+    run(world, [*long, *short], 20_000)
+    assert not world.scheduler.requests
+    assert world.num_again < 0.1 * world.num_computed
