@@ -1,17 +1,17 @@
 """The thread that steps an engine.
 
-Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step are one event.
-Only this thread touches the engine. It sleeps when there is no work.
+Commands enter through one queue and run between two steps, for a bounded time. Those that add a sequence take it in
+the turns of the tenants. The outputs of a step are one event. Only this thread touches the engine. It sleeps when there
+is no work.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from engine.core.messages import Event, Failed, Refused, Released, Stepped
@@ -55,12 +55,48 @@ class StepEngine(Protocol):
     def close(self) -> None: ...
 
 
+class Arrivals:
+    """Sequences that wait to be added. Tenants take turns: hundreds of long prompts of a tenant take more than a second
+    to add. Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        # By tenant; the first tenant has the turn.
+        self._queues: dict[str, deque[NewRequest]] = {}
+        # By id, the number of sequences in the queues that were not dropped.
+        self._waiting: Counter[str] = Counter()
+
+    def put(self, new: NewRequest) -> None:
+        self._queues.setdefault(new.tenant_id, deque()).append(new)
+        self._waiting[new.request_id] += 1
+
+    def drop(self, request_id: str) -> None:
+        """Let no `take` return the sequence, if it waits."""
+        self._waiting.pop(request_id, None)
+
+    def take(self) -> NewRequest | None:
+        """Return the next sequence of the tenant whose turn it is, None without any."""
+        while self._queues:
+            tenant_id = next(iter(self._queues))
+            queue = self._queues.pop(tenant_id)
+            new = queue.popleft()
+            if queue:
+                self._queues[tenant_id] = queue
+            if self._waiting[new.request_id]:
+                self._waiting[new.request_id] -= 1
+                if not self._waiting[new.request_id]:
+                    del self._waiting[new.request_id]
+                return new
+        return None
+
+
 class StepThread:
     """The thread of one engine. `send` is called with its events, in their order, on this thread."""
 
     def __init__(self, engine: StepEngine, send: Callable[[Event], None]) -> None:
         self._engine, self._send = engine, send
         self._commands: deque[Callable[[], None]] = deque()
+        self._arrivals = Arrivals()
         self._work = threading.Condition()
         self._stopping = False
         self._calls: set[Future[Any]] = set()
@@ -74,16 +110,20 @@ class StepThread:
 
     def add(self, new: NewRequest) -> None:
         """Queue a sequence. `Refused` follows if it cannot be added."""
-        self._push(partial(self._add, new))
+        with self._work:
+            self._arrivals.put(new)
+            self._push(self._add_next)
 
     def abort(self, request_id: str) -> None:
-        """End a sequence before the next step; `Released` follows."""
+        """End a sequence before the next step, or never add it; `Released` follows."""
 
         def abort() -> None:
             self._engine.abort(request_id)
             self._send(Released(request_id))
 
-        self._push(abort)
+        with self._work:
+            self._arrivals.drop(request_id)
+            self._push(abort)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on this thread between two steps, and return its result. Raises EngineUnavailable."""
@@ -167,7 +207,11 @@ class StepThread:
                     self._work.wait(min(spare, SPARE_POLL_S))
             self._run_commands(min(self._engine.spare_seconds, COMMANDS_S))
 
-    def _add(self, new: NewRequest) -> None:
+    def _add_next(self) -> None:
+        with self._work:
+            new = self._arrivals.take()
+        if new is None:  # those that waited were dropped
+            return
         try:
             self._engine.add_request(new)
         except BaseException as exc:  # noqa: BLE001 - a panic ends this request only

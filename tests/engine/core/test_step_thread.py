@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.core.messages import Event, Failed
+from engine.core.messages import Event, Failed, Released
 from engine.core.step_thread import COMMANDS_S, StepThread
 from engine.errors import EngineUnavailable
 from engine.scheduling.outputs import StepOutputs
@@ -120,6 +120,23 @@ async def test_many_requests_at_once_are_added_between_several_steps():
     finally:
         await steps.close()
     assert len(events) == len(engine.between_steps)
+
+
+async def test_sequences_are_added_in_the_turns_of_their_tenants():
+    engine, events = SlowToAdd(), list[Event]()
+    steps = StepThread(engine, events.append)
+    for tenant_id, number in (("heavy", 50), ("light", 2)):
+        for i in range(number):
+            steps.add(NewRequest(f"{tenant_id}-{i}", [1], SamplingParams(), tenant_id=tenant_id))
+    steps.abort("heavy-40")
+    steps.start()
+    try:
+        await steps.call(engine.state)  # behind the others
+    finally:
+        await steps.close()
+    assert engine.added[:4] == ["heavy-0", "light-0", "heavy-1", "light-1"]
+    assert engine.added[4:] == [f"heavy-{i}" for i in range(2, 50) if i != 40], "an aborted one is not added"
+    assert Released("heavy-40") in events
 
 
 class Patient:
