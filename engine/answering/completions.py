@@ -2,11 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from engine.answering.caller import Caller
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
+from engine.answering.request_threads import LONG, RequestThreads
 from engine.answering.running import Asked, Run
 from engine.answering.sampling import sampling_params
 from engine.answering.sequence_group import SequenceGroup
@@ -34,10 +34,6 @@ from wire.requests import ChatCompletionRequest, CompletionRequest, SamplingRequ
 from wire.telemetry.spans import NO_SPAN, SPAN
 from wire.text.tokenizer import TextTooLong, Tokenizer
 
-T = TypeVar("T")
-
-# A longer body is parsed and tokenized in a thread; a shorter one takes less time than the hand-over to a thread.
-OFFLOAD_BYTES = 8192
 # Limit of log-probabilities in one answer. Each takes about 60 bytes of JSON, and as many again during encoding: 128
 # MiB in all.
 MAX_LOGPROB_ENTRIES = 1 << 20
@@ -57,11 +53,13 @@ class GenerationRoutes:
     tool_format: ToolFormat | None
     usage_log: UsageLog
     defaults: SamplingDefaults
+    threads: RequestThreads
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
         with self._naming("prompt"):
-            body, prompts, echo = await offload(_work_of(raw), lambda: self._read_completion(raw))
+            read = partial(self._read_completion, raw)
+            body, prompts, echo = await self.threads.run(caller, read, is_long=not is_quick(raw))
         request_id = uuid.uuid4().hex
         shown_ids = self._shown_ids(body)
         answer = CompletionAnswer(request_id, body, prompts, self.tokenizer, echo, shown_ids)
@@ -71,7 +69,7 @@ class GenerationRoutes:
     async def chat(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
         with self._naming("messages"):
-            body, prompts = await offload(_work_of(raw), lambda: self._read_chat(raw))
+            body, prompts = await self.threads.run(caller, partial(self._read_chat, raw), is_long=not is_quick(raw))
         request_id = uuid.uuid4().hex
         parsers, shown_ids, spec = None, self._shown_ids(body), body.grammar_spec()
         if body.tools and body.tool_choice != "none":
@@ -85,7 +83,8 @@ class GenerationRoutes:
             parsers = [form.parser(names, parallel) for _ in range(body.n or 1)]
             shown_ids |= self.tokenizer.special_ids & {self.tokenizer.token_id(marker) for marker in form.markers}
             if body.must_call:
-                spec = await offload(len(raw), lambda: form.grammar(body.tools or [], body.tool_choice, parallel))
+                make = partial(form.grammar, body.tools or [], body.tool_choice, parallel)
+                spec = await self.threads.run(caller, make, is_long=len(raw) >= LONG)
         answer = ChatAnswer(request_id, body, prompts, self.tokenizer, parsers)
         asked = Asked(request_id, body, prompts, "messages", None, answer, spec, shown_ids)
         return await self._answer(request, caller, asked)
@@ -131,7 +130,7 @@ class GenerationRoutes:
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.in_flight.place(sequences, caller.tenant_id):
             async with self.models.using(body.model, caller.tenant_id, caller.weight) as adapter:
-                rules = await token_rules(body, asked.spec, self.tokenizer)
+                rules = await token_rules(body, asked.spec, self.tokenizer, lambda work: self.threads.run(caller, work))
                 group = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter), rules)
                 return await self._run(request, caller, asked, group)
 
@@ -147,7 +146,7 @@ class GenerationRoutes:
             starts = [adapter_start(prompt, adapter.invocation) for prompt in asked.prompts]
             return [(at, hashed(prompt, adapter_start=at)) for prompt, at in zip(asked.prompts, starts, strict=True)]
 
-        keys = await offload(sum(map(len, asked.prompts)), hash_prompts)
+        keys = await self.threads.run(caller, hash_prompts, is_long=sum(map(len, asked.prompts)) >= LONG)
         return [
             NewRequest(
                 f"{asked.request_id}-{prompt_index * (body.n or 1) + i}",
@@ -176,7 +175,7 @@ class GenerationRoutes:
         self, request: web.Request, caller: Caller, asked: Asked, group: SequenceGroup
     ) -> web.StreamResponse:
         with group:
-            run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, caller)
+            run = Run(asked, group, self.tokenizer, self.facts.eos_token_ids, self.metrics, caller, self.threads)
             if caller.request_id is not None:
                 run.keep_counts(self.usage_log.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
@@ -218,13 +217,3 @@ class GenerationRoutes:
         if (body.min_tokens or 0) > limit:
             raise BadRequest("min_tokens", f"min_tokens: expected at most {limit}, the token limit of this answer.")
         return limit
-
-
-def _work_of(raw: bytes) -> int:
-    """Return the size of a body for `offload`."""
-    return 0 if is_quick(raw) else OFFLOAD_BYTES
-
-
-async def offload(size: int, work: Callable[[], T]) -> T:
-    """Run the work on the event loop if its input is small, else in a thread. size: bytes of a body, or tokens."""
-    return work() if size < OFFLOAD_BYTES else await asyncio.to_thread(work)

@@ -1,6 +1,5 @@
 """A running request: turns the engine's outputs into deltas, and the deltas into an answer or a stream."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from engine.answering.fields import encode_fields
 from engine.answering.model_names import load_error
 from engine.answering.report import PIECE_BYTES, Report, write
 from engine.answering.request_span import Phases, describe_generation
+from engine.answering.request_threads import RequestThreads
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
 from engine.answering.sequence_group import SequenceGroup
 from engine.answering.text import OutputText
@@ -64,13 +64,14 @@ class Run:
         end_ids: frozenset[int],
         metrics: Metrics,
         caller: Caller,
+        threads: RequestThreads,
     ) -> None:
         body, prompts = asked.body, asked.prompts
         self._group = group
         self._metrics = metrics
         self._body = body
+        self._caller, self._threads = caller, threads
         self._internal = caller.internal
-        self._received = caller.received
         self._wants_tokens = bool(body.return_token_ids)
         self._has_logprobs = body.num_logprobs is not None or body.num_prompt_logprobs is not None
         self._continuous_usage = body.continuous_usage
@@ -164,7 +165,7 @@ class Run:
         async for deltas in self._deltas():
             # Encoded as they come: answers that end in the same step would hold the event loop one after the other.
             if self._has_logprobs:
-                await _here_or_on_thread(_num_logprobs(deltas), partial(_encode, answer, deltas))
+                await self._run_encoding(_num_logprobs(deltas), partial(_encode, answer, deltas))
             for delta in deltas:
                 total[delta.index].add(delta)
             await report.update()
@@ -180,7 +181,7 @@ class Run:
                     progress.finish_reason = choice.finish_reason
             return encode_fields(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
-        return await _here_or_on_thread(_num_logprobs(total), encode)
+        return await self._run_encoding(_num_logprobs(total), encode)
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         # Wait for the first output before the headers are sent, so that a refusal until then is a plain error response.
@@ -195,7 +196,7 @@ class Run:
             while deltas:
                 # Large chunks are made on a thread: with `echo`, the first one has the whole prompt.
                 size = _num_logprobs(deltas) if self._has_logprobs else 0
-                if payload := await _here_or_on_thread(size, partial(self._chunks, answer, deltas, opened)):
+                if payload := await self._run_encoding(size, partial(self._chunks, answer, deltas, opened)):
                     await write(request, response, payload, internal=self._internal)
                 try:
                     deltas = await anext(news, [])
@@ -266,7 +267,7 @@ class Run:
                 if index in last:
                     self._metrics.inter_token_latency.observe(now - last[index])
                 else:
-                    self._metrics.time_to_first_token.observe(now - self._received)
+                    self._metrics.time_to_first_token.observe(now - self._caller.received)
                     self._phases.first_token(news[0].started_at)
                 last[index] = now
                 if sequence.finished:
@@ -281,6 +282,10 @@ class Run:
                     self._slot.count(done.prompt_tokens, done.completion_tokens, done.cached_tokens)
                 if ready := deltas if shared is None else shared.share(deltas):
                     yield ready
+
+    async def _run_encoding(self, num_logprobs: int, work: Callable[[], T]) -> T:
+        """Encode a part of the answer, on a thread if it has many log-probabilities."""
+        return await self._threads.run(self._caller, work, is_long=num_logprobs > INLINE_LOGPROBS)
 
     def _progress(self) -> GenerationProgress:
         if len(self._sequences) == 1:
@@ -323,11 +328,6 @@ class Run:
 def _encode(answer: Answer[Any], deltas: list[Delta]) -> None:
     for delta in deltas:
         answer.encode(delta)
-
-
-async def _here_or_on_thread(num_logprobs: int, work: Callable[[], T]) -> T:
-    """Run the work on the event loop if it has few log-probabilities, else in a thread."""
-    return work() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(work)
 
 
 def _num_logprobs(deltas: list[Delta]) -> int:

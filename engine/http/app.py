@@ -21,6 +21,7 @@ from engine.answering.completions import GenerationRoutes
 from engine.answering.errors import IS_INTERNAL, ApiError
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry
+from engine.answering.request_threads import RequestThreads
 from engine.answering.throughput_log import log_throughput
 from engine.answering.tool_calls.table import FORMATS, format_of
 from engine.answering.usage_log import UsageLog
@@ -79,6 +80,7 @@ class Server:
         self._generation: GenerationRoutes | None = None
         self._usage_log: UsageLog | None = None
         self._states: StateFeed | None = None
+        self._threads = RequestThreads()
         self._tracing = tracing
         self._draining = False
         self._phase = "starting"
@@ -157,6 +159,7 @@ class Server:
             format_of(tokenizer.tool_template) if parser is None else FORMATS[parser],
             self._usage_log,
             defaults,
+            self._threads,
         )
         digest = await asyncio.to_thread(base_digest, Path(self._config.model))
         self._states = StateFeed(core, models, self._usage_log, digest)
@@ -171,6 +174,7 @@ class Server:
             self._states,
             prober,
             ServiceReports(),
+            self._threads,
         )
 
     async def _load_core(self, progress: StartProgress | None) -> Core:

@@ -10,9 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from engine.answering.completions import offload
 from engine.answering.errors import IS_INTERNAL
 from engine.answering.model_names import ModelRegistry
+from engine.answering.request_threads import LONG, RequestThreads
 from engine.answering.usage_log import UsageLog
 from engine.core.client import Core
 from engine.errors import EngineUnavailable
@@ -63,6 +63,7 @@ class EngineRoutes:
     states: StateFeed
     prober: Prober
     reports: ServiceReports
+    threads: RequestThreads
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.core.facts.max_model_len)))
@@ -71,11 +72,12 @@ class EngineRoutes:
         return json_response(self.models.one(request.match_info["name"], self.core.facts.max_model_len))
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        raw = await read_body(request)
-        body = await offload(len(raw), lambda: decode(TokenizeRequest, raw))
+        caller, raw = read_caller(request.headers, internal=request[IS_INTERNAL]), await read_body(request)
+        is_long = len(raw) >= LONG
+        body = await self.threads.run(caller, lambda: decode(TokenizeRequest, raw), is_long=is_long)
         if body.model is not None:
             self.models.resolve(body.model)
-        tokens = await offload(len(raw), lambda: self._tokenize(body))
+        tokens = await self.threads.run(caller, lambda: self._tokenize(body), is_long=is_long)
         names = [self.tokenizer.token(i) for i in tokens] if body.return_token_strs else UNSET
         return json_response(TokenizeResponse(tokens, len(tokens), self.core.facts.max_model_len, names))
 
@@ -92,13 +94,14 @@ class EngineRoutes:
             raise BadRequest(field, message, "context_length_exceeded") from None
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        raw = await read_body(request)
-        body = await offload(len(raw), lambda: decode(DetokenizeRequest, raw))
+        caller, raw = read_caller(request.headers, internal=request[IS_INTERNAL]), await read_body(request)
+        is_long = len(raw) >= LONG
+        body = await self.threads.run(caller, lambda: decode(DetokenizeRequest, raw), is_long=is_long)
         if body.model is not None:
             self.models.resolve(body.model)
         # Keeps special tokens, so that `tokenize` of the text returns the same tokens.
         decode_all = partial(self.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response(DetokenizeResponse(await offload(len(raw), decode_all)))
+        return json_response(DetokenizeResponse(await self.threads.run(caller, decode_all, is_long=is_long)))
 
     async def load_adapter(self, request: web.Request) -> web.Response:
         body = decode(LoadAdapterRequest, await read_body(request))
