@@ -28,7 +28,6 @@ def sampling_params(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        logit_bias={int(key): bias for key, bias in (request.logit_bias or {}).items()},
         seed=None if request.seed is None else (request.seed + index) % 2**63,
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(request.stop_token_ids or ()),

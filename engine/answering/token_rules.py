@@ -1,4 +1,4 @@
-"""A request's `allowed_token_ids` and `bad_words` as token ids."""
+"""A request's `allowed_token_ids`, `bad_words` and `logit_bias` as token ids."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -22,7 +22,8 @@ async def token_rules(
     banned: list[list[int]] = []
     if body.bad_words:
         banned = await on_thread(partial(_encode, body.bad_words, tokenizer))
-    return TokenRules(grammar, body.allowed_token_ids or [], banned)
+    bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
+    return TokenRules(grammar, body.allowed_token_ids or [], banned, bias)
 
 
 def _encode(bad_words: list[str], tokenizer: Tokenizer) -> list[list[int]]:

@@ -24,16 +24,17 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class TokenRules(msgspec.Struct, array_like=True, frozen=True):
-    """A request's limits on its tokens, which the core compiles once for all of its sequences. banned: token sequences
-    that the output may not contain. Empty: no such rule.
+    """A request's rules for its tokens, which are sent and compiled once for all of its sequences. banned: token
+    sequences that the output may not contain. bias: `logit_bias`. Empty: no such rule.
     """
 
     grammar: GrammarSpec | None = None
     allowed: list[int] = []
     banned: list[list[int]] = []
+    bias: dict[int, float] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.grammar or self.allowed or self.banned)
+        return bool(self.grammar or self.allowed or self.banned or self.bias)
 
 
 NO_RULES = TokenRules()

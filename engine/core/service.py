@@ -139,7 +139,7 @@ class CoreService:
         is_quick = len(rules.allowed) + sum(map(len, rules.banned)) <= QUICK_RULES
         allowed, banned = tables() if is_quick else await asyncio.to_thread(tables)
         grammar = None if rules.grammar is None else await self._grammars.get(rules.grammar, tenant_id)
-        return {"grammar": grammar, "allowed": allowed, "bad_words": banned}
+        return {"grammar": grammar, "allowed": allowed, "bad_words": banned, "logit_bias": rules.bias}
 
     def _abort(self, request_id: str) -> None:
         if request_id not in self._preparing:

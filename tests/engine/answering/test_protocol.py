@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from engine.answering.sampling import sampling_params
+from engine.answering.token_rules import token_rules
+from engine.core.messages import TokenRules
 from engine.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from engine.scheduling.request import SamplingParams
 from wire.decoding import decode
@@ -204,7 +206,7 @@ def test_nulls_defaults_and_unknown_fields_are_taken():
     chat(**neutral, tools=[], tool_choice="none", modalities=["text"], store=False)
 
 
-def test_every_parameter_reaches_the_engine():
+async def test_every_parameter_reaches_the_engine():
     request = completion(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
         repetition_penalty=1.2, logit_bias={"5": -100}, seed=42, min_tokens=2, stop_token_ids=[9], ignore_eos=True,
@@ -212,9 +214,9 @@ def test_every_parameter_reaches_the_engine():
     )  # fmt: skip
     assert sampling_params(request, 8, 2) == SamplingParams(
         max_tokens=8, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1, frequency_penalty=-1,
-        repetition_penalty=1.2, logit_bias={5: -100}, seed=44, min_tokens=2, stop_token_ids=(9,), ignore_eos=True,
-        logprobs=3,
+        repetition_penalty=1.2, seed=44, min_tokens=2, stop_token_ids=(9,), ignore_eos=True, logprobs=3,
     )  # fmt: skip
+    assert await token_rules(request, None, None, None) == TokenRules(bias={5: -100})  # type: ignore[arg-type]
     assert sampling_params(request, 8, 0).prompt_logprobs == 3, "the first choice computes them for all"
     assert sampling_params(completion(top_k=-1), 8, 0).top_k == 0
     assert 0 <= sampling_params(completion(seed=-1), 8, 0).seed < 2**63  # type: ignore[operator]

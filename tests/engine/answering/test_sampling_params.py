@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.core.process import InThread
 from tests.engine.answering.test_generation import text_of
 
 PROMPT = "The quick brown fox"
@@ -54,6 +55,21 @@ async def test_bias_forces_and_forbids(client):
     free = await said(client, **GREEDY)
     (choice,) = (await client.complete(**GREEDY, logit_bias={str(i): -100 for i in ids}))["choices"]
     assert choice["logprobs"]["tokens"][0] != free[0]
+
+
+async def test_a_bias_is_sent_to_the_core_once_for_all_sequences(client, monkeypatch):
+    """It may be large, and the event loop that encodes and decodes it serves all tenants."""
+    sizes, send = [], InThread.send
+
+    def record(self: InThread, frame: bytes) -> None:
+        sizes.append(len(frame))
+        send(self, frame)
+
+    monkeypatch.setattr(InThread, "send", record)
+    bias = {str(token_id): 1.0 for token_id in range(3, 353)}
+    answer = await client.complete(prompt=["a"] * 100, max_tokens=1, logit_bias=bias)
+    assert len(answer["choices"]) == 100
+    assert 10 * len(bias) < max(sizes) < 10 * len(bias) * len(answer["choices"]) / 3
 
 
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2}, {"frequency_penalty": 2}, {"repetition_penalty": 2}])

@@ -31,13 +31,13 @@ def test_choices_share_their_prompt_on_the_wire_and_have_it_after():
     prompts, keys = [list(range(1000)), list(range(500))], [b"k" * 32]
     news = [
         NewRequest(
-            f"r-{i}-{choice}", prompt, SamplingParams(seed=2**63 - 1 - choice, logit_bias={5: -1.5}), "d" * 64, "acme",
+            f"r-{i}-{choice}", prompt, SamplingParams(seed=2**63 - 1 - choice), "d" * 64, "acme",
             prefix_keys=keys, ttft_target=0.5, arrived_at=12.5,
         )
         for i, prompt in enumerate(prompts)
         for choice in range(64)
     ]  # fmt: skip
-    rules = TokenRules(GrammarSpec("regex", "a+", param="guided_regex"), [1, 2], [[3, 4]])
+    rules = TokenRules(GrammarSpec("regex", "a+", param="guided_regex"), [1, 2], [[3, 4]], {5: -1.5, 6: 100.0})
     frame = encode([Add.of(news, rules), Abort("r-0-1")])
     add, abort = decode_commands(frame)
     assert (add.new_requests(), add.rules, abort) == (news, rules, Abort("r-0-1"))
