@@ -322,7 +322,7 @@ def _fit(text: str, limit: int) -> str:
     return shown.encode("utf-8", "backslashreplace").decode()
 
 
-class EngineMismatch(GatewayError):
+class AdapterMismatch(GatewayError):
     """The engine used another adapter's pages than the request's. Its answer is discarded."""
 
     status, code = 500, "adapter_mismatch"

@@ -17,7 +17,7 @@ from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.billing.used_engines import UsedEngines
 from gateway.error_codes import code_of, known_code
-from gateway.errors import ClientGone, EngineMismatch, Forbidden, InvalidKey, Unavailable
+from gateway.errors import AdapterMismatch, ClientGone, Forbidden, InvalidKey, Unavailable
 from gateway.fleet.calls.answers import (
     Choice,
     Fields,
@@ -163,11 +163,11 @@ class Account:
         self.used_engines.died()
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Store the engine's receipt. Raises EngineMismatch if it is not of the request's adapter."""
+        """Store the engine's receipt. Raises AdapterMismatch if it is not of the request's adapter."""
         if isinstance(receipt, str):
             self.served_digest = served_digest(receipt)
             if not matches(self.served_digest, self.model.digest):
-                raise EngineMismatch
+                raise AdapterMismatch
 
     def observe_report(self, completion_tokens: int) -> None:
         """Record the completion tokens so far of a whole answer. Raises Unavailable if another gateway settled it."""
@@ -175,13 +175,13 @@ class Account:
         self._progressed()
 
     def observe_answer(self, answer: Fields) -> None:
-        """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch, Unavailable."""
+        """Read the counts of a whole answer. Raises UpstreamFailed, AdapterMismatch, Unavailable."""
         self._observe(answer)
 
     def observe_event(self, event: Fields) -> None:
         """Read the counts of a stream event and the time of the first token.
 
-        Raises UpstreamFailed, EngineMismatch, Unavailable.
+        Raises UpstreamFailed, AdapterMismatch, Unavailable.
         """
         before = self.completion_tokens
         self._observe(event)
@@ -292,7 +292,7 @@ class Accounting:
             account.failed(code_of(error))
             self.close(account, Ending.REVOKED)
             raise
-        except EngineMismatch as error:
+        except AdapterMismatch as error:
             account.failed(code_of(error))
             self.close(account, Ending.MISMATCHED)
             raise

@@ -6,8 +6,8 @@ from enum import Enum
 import msgspec
 
 from gateway.errors import (
+    AdapterMismatch,
     BadRequest,
-    EngineMismatch,
     Forbidden,
     InvalidKey,
     NoEngine,
@@ -178,7 +178,7 @@ def ending_after(error: Exception) -> Ending:
         return Ending.REVOKED
     if isinstance(error, RateLimited):
         return Ending.LIMITED
-    return Ending.MISMATCHED if isinstance(error, EngineMismatch) else Ending.BROKEN
+    return Ending.MISMATCHED if isinstance(error, AdapterMismatch) else Ending.BROKEN
 
 
 def ending_of(refusal: EngineRefused) -> Ending:

@@ -18,7 +18,7 @@ from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
 from gateway.billing.inference_request import InferenceRequest
-from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
+from gateway.errors import AdapterMismatch, RateLimited, UpstreamFailed
 from gateway.fleet.calls import receipts
 from gateway.fleet.calls.answers import Fields, decode_progress, read_answer, read_usage
 from gateway.fleet.calls.call import Call, EngineRefused
@@ -73,12 +73,12 @@ class FreeAttemptLog:
         pass
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Raise EngineMismatch for a receipt of another adapter."""
+        """Raise AdapterMismatch for a receipt of another adapter."""
         if isinstance(receipt, str) and not receipts.matches(receipts.served_digest(receipt), self._digest):
-            raise EngineMismatch
+            raise AdapterMismatch
 
     def observe_answer(self, answer: Fields) -> None:
-        """Read the numbers of computed tokens, which the fair share counts. Raises EngineMismatch."""
+        """Read the numbers of computed tokens, which the fair share counts. Raises AdapterMismatch."""
         if (progress := decode_progress(answer)) is not None:
             self.observe_receipt(progress.adapter_digest)
         if (usage := read_usage(answer)) is not None and isinstance(usage.completion_tokens, int):
@@ -125,7 +125,7 @@ class GoldenRequests:
         """Return the greedy answer.
 
         payer: the tenant's key that pays; None for a free request. engine: the only engine to ask; None: any engine.
-        Raises EngineMismatch, RateLimited, UpstreamFailed and other errors of a request.
+        Raises AdapterMismatch, RateLimited, UpstreamFailed and other errors of a request.
         """
         arrived, request_id = time.monotonic(), f"golden-{uuid.uuid4().hex}"
         tenant, model, asked = question.tenant, question.model, question.asked
@@ -183,7 +183,7 @@ class GoldenRequests:
                 answer = await read_answer(answering.response, MAX_ANSWER_BYTES, _no_reservation)
                 answering.end()
                 attempt_log.observe_answer(answer)
-            except EngineMismatch:
+            except AdapterMismatch:
                 engine.mark_mismatched(answering.instance)
                 raise
         return GoldenAnswer(text=_text(answer), software=software)

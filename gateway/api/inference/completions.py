@@ -24,8 +24,8 @@ from gateway.errors import (
     ERROR_CODE,
     HAS_USAGE,
     REQUEST_ID,
+    AdapterMismatch,
     ClientGone,
-    EngineMismatch,
     EngineShareUsed,
     RateLimited,
     error_body,
@@ -218,7 +218,7 @@ class Completions:
                 account.failed(request[ERROR_CODE])
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
-                if isinstance(error, EngineMismatch):
+                if isinstance(error, AdapterMismatch):
                     answering.engine.mark_mismatched(answering.instance)
                 await self._accounting.close_and_wait(account, ending_after(error))
                 body = error_body(failure.message, failure.kind, failure.param, failure.code)
@@ -268,7 +268,7 @@ def _mark_mismatch(answering: Answering) -> Iterator[None]:
     """Send the engine's instance no more requests if its answer is of another adapter than the request's."""
     try:
         yield
-    except EngineMismatch:
+    except AdapterMismatch:
         answering.engine.mark_mismatched(answering.instance)
         raise
 
