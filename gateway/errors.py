@@ -176,13 +176,13 @@ class PreconditionRequired(PreconditionFailed):
     status, code = 428, "precondition_required"
 
 
-class TooSlow(GatewayError):
+class BodyTimeout(GatewayError):
     """The client did not send all of its body in time."""
 
     status, kind, code = 408, "invalid_request_error", "request_timeout"
 
 
-class OutOfTime(GatewayError):
+class TimeLimitExceeded(GatewayError):
     """The request exceeded the time limit."""
 
     status, code = 504, "time_limit_exceeded"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from gateway.billing.charges import Ending
 from gateway.billing.used_engines import UsedEngines
-from gateway.errors import OutOfTime
+from gateway.errors import TimeLimitExceeded
 from gateway.fleet.calls.answers import AnswerTooLarge
 from gateway.quota.reservation import Reservation
 from wire.bounded_dict import BoundedDict
@@ -86,4 +86,4 @@ class Speeds:
 
 def is_clients_cause(error: Exception) -> bool:
     """Return whether an error ended an answer, by the size or the duration that its request caused."""
-    return isinstance(error, AnswerTooLarge | OutOfTime)
+    return isinstance(error, AnswerTooLarge | TimeLimitExceeded)

@@ -25,7 +25,7 @@ from gateway.api.uploads.checking import Candidates, Checked, Checker, EngineLim
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import UploadNames, UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
-from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
+from gateway.errors import BadRequest, BodyTimeout, CheckFailed, Unavailable, translate
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.process.background import all_ended, run_to_end
 from gateway.quota.quota import Quota
@@ -130,7 +130,7 @@ class AdapterIntake:
         receive: writes the archive or the files, and returns the names. The checks of different callers' owners take
         turns. upload_id: the id of the upload in parts that is completed; else the adapter's name, base model and
         digest identify the request for its Idempotency-Key. added: called at the end, even if the client has left.
-        Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served, Unavailable,
+        Raises BodyTimeout, Forbidden for a limit, AdapterError for an adapter that cannot be served, Unavailable,
         TooManyRefusedUploads before anything is received.
         """
         self._checker.check_refused(caller.owner)
@@ -340,14 +340,14 @@ class Adapters:
 
 @contextmanager
 def storing(seconds: float) -> Iterator[None]:
-    """Translate the failures of an upload: raises TooSlow for a time-out, Unavailable for the store's OSError."""
+    """Translate the failures of an upload: raises BodyTimeout for a time-out, Unavailable for the store's OSError."""
     begun = time.monotonic()
     try:
         yield
     except TimeoutError as error:
         if time.monotonic() - begun < seconds:
             raise
-        raise TooSlow(f"The upload exceeded the time limit of {seconds:g} s.") from error
+        raise BodyTimeout(f"The upload exceeded the time limit of {seconds:g} s.") from error
     except OSError as error:
         # The error's full message names paths of this machine, so only `strerror` is logged.
         log.warning("an upload could not be stored: %s", error.strerror)

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass
 
 from gateway.access.auth import Authenticator, TenantPrincipal
-from gateway.errors import OutOfTime
+from gateway.errors import TimeLimitExceeded
 from gateway.process.drain import Drain, ShuttingDown
 
 
@@ -22,7 +22,7 @@ async def while_allowed(
     """End the block when the key becomes invalid, `seconds` after the request's arrival, or at the end of the drain.
 
     principal: None for a request without a key. arrived: monotonic time of its arrival. Raises InvalidKey, Forbidden,
-    OutOfTime, ShuttingDown.
+    TimeLimitExceeded, ShuttingDown.
     """
     keys = () if principal is None else principal.watched
     try:
@@ -36,7 +36,7 @@ async def while_allowed(
             raise await auth.problem_of(keys) from error
         if drain is not None and drain.is_over:
             raise ShuttingDown from error
-        raise OutOfTime(f"The request exceeded the time limit of {seconds:g} s.") from error
+        raise TimeLimitExceeded(f"The request exceeded the time limit of {seconds:g} s.") from error
 
 
 @dataclass(frozen=True, slots=True)

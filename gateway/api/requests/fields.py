@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.api.requests.body_reader import COST, ChunkReader
 from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
-from gateway.errors import BadRequest, TooSlow
+from gateway.errors import BadRequest, BodyTimeout
 from gateway.limits.kinds import BUDGET_NAMES
 from gateway.process.reads import large_reads
 from wire import http_body
@@ -60,7 +60,7 @@ async def read_shared(request: web.Request, share: BodyShare, most: int | None =
     """Return the whole body. The share holds its memory.
 
     most: its largest size, at most the application's client_max_size, which is the default. Raises TooManyBodies before
-    anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
+    anything is read, BodyTimeout, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
     """
     limit = request.client_max_size if most is None else min(most, request.client_max_size)
     # A body without a declared length counts as a small one at first.
@@ -85,7 +85,7 @@ async def read_shared(request: web.Request, share: BodyShare, most: int | None =
                 return whole
             return raw
     except TimeoutError as error:
-        raise TooSlow("The request's body did not come in time.") from error
+        raise BodyTimeout("The request's body did not come in time.") from error
     except web.RequestPayloadError as error:
         raise BadRequest(
             "The request's body cannot be decoded as its Content-Encoding or Transfer-Encoding states."

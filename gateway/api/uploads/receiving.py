@@ -20,7 +20,7 @@ from adapters.spool import Spool
 from gateway.api.requests.body_reader import ChunkReader
 from gateway.api.uploads.blocking_calls import BlockingCalls
 from gateway.api.uploads.form import Form, FormError, FormPart
-from gateway.errors import BadRequest, TooLarge, TooSlow
+from gateway.errors import BadRequest, BodyTimeout, TooLarge
 from gateway.process.reads import LARGE_READ_BYTES, large_reads
 from gateway.quota.uploading import ReceivedBytes
 from gateway.sharing.byte_rate import ByteRate
@@ -141,7 +141,7 @@ class Workplace:
 async def receive(request: web.Request, place: Workplace, rules: UploadRules, received: ReceivedBytes) -> UploadNames:
     """Read the request's form into the workplace and return the adapter's names, unchecked.
 
-    received: counts the body's bytes. Raises BadRequest naming the form's field, TooLarge, TooSlow, RateLimited.
+    received: counts the body's bytes. Raises BadRequest naming the form's field, TooLarge, BodyTimeout, RateLimited.
     """
     if not request.content_type.startswith("multipart/"):
         raise BadRequest(
@@ -199,8 +199,8 @@ class BodyReader:
                 piece = await self._chunks.next()
         except TimeoutError as error:
             if left < rules.read_seconds:
-                raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
-            raise TooSlow("The request's body did not come in time.") from error
+                raise BodyTimeout(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error
+            raise BodyTimeout("The request's body did not come in time.") from error
         except (web.RequestPayloadError, ConnectionError) as error:
             raise BadRequest("The request's body does not match its Content-Length or Transfer-Encoding.") from error
         await self._received.add(len(piece))

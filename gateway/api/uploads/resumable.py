@@ -180,7 +180,7 @@ class ResumableUploads:
 
     @asynccontextmanager
     async def _place(self, owner: str) -> AsyncIterator[Workplace]:
-        """Open a folder for a part. Raises TooSlow, Unavailable."""
+        """Open a folder for a part. Raises BodyTimeout, Unavailable."""
         with storing(self._rules.seconds):
             opening = Workplace.open(self._store.spool(), owner, self._intake.disk_calls)
             async with asyncio.timeout(self._rules.seconds), opening as place:
@@ -203,7 +203,7 @@ class ResumableUploads:
     ) -> int:
         """Write the body into the file `part` and return its size.
 
-        Raises TooLarge, BadRequest, TooSlow, RateLimited.
+        Raises TooLarge, BadRequest, BodyTimeout, RateLimited.
         """
         if request.content_length is not None and request.content_length > max_bytes:
             raise TooLarge(f"Expected a part of at most {max_bytes} bytes.")
