@@ -8,7 +8,7 @@ from gateway.access.auth import Authenticator
 from gateway.access.credentials import StrongSecrets
 from gateway.access.peppers import split_peppers
 from gateway.access.sessions import Sessions
-from gateway.access.throttle import FailedLogins
+from gateway.access.throttle import WrongKeyThrottle
 from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.journal import Journal, journal_folder, report_others
@@ -97,7 +97,7 @@ class Records:
     session_records: SessionRecords
     sessions: Sessions
     is_proved: Callable[[str], bool]
-    wrong_keys: FailedLogins
+    wrong_keys: WrongKeyThrottle
     request_ids: RequestIds
 
 
@@ -181,7 +181,7 @@ def build_records(resources: Resources) -> Records:
         session_records,
         sessions,
         is_proved=is_proved,
-        wrong_keys=FailedLogins(
+        wrong_keys=WrongKeyThrottle(
             resources.metrics, is_proved, resources.redis, settings.database_url, settings.admin_port
         ),
         request_ids=RequestIds(database),

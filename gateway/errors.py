@@ -265,17 +265,16 @@ class TooManyRefusedUploads(GatewayError):
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 
 
-class TooManyFailures(GatewayError):
+class TooManyWrongKeys(GatewayError):
     """Too many wrong keys came from the client's address."""
 
     status, kind, code = 429, "invalid_request_error", "too_many_wrong_keys"
 
     def __init__(self, *, retry_after: int) -> None:
-        message = (
-            f"Too many wrong API keys came from your address, so this key was not compared. Try again in {retry_after} "
-            "s. Issued keys are still served."
-        )
+        wait = f"Try again in {retry_after} s. Issued keys are still served."
+        message = f"Too many wrong API keys came from your address, so this key was not compared. {wait}"
         super().__init__(message, headers={"Retry-After": str(retry_after)})
+        self.retry_after = retry_after
 
 
 class Overloaded(GatewayError):

@@ -196,10 +196,10 @@ class Metrics:
         self._quota_up = self._gauge(
             "loraplex_gateway_quota_up", "1 if Redis answers; 0 while limits follow LORAPLEX_QUOTA_FALLBACK."
         )
-        self._failed_logins = self._counter(
+        self._wrong_keys = self._counter(
             "loraplex_gateway_wrong_keys", "Requests with an API key that was never issued."
         )
-        self._refused_logins = self._counter(
+        self._refused_keys = self._counter(
             "loraplex_gateway_refused_keys",
             "Requests refused, without a comparison of their secret, because of wrong keys from their address.",
         )
@@ -309,12 +309,12 @@ class Metrics:
         """Return the number of wrong keys so far."""
         return self._num_wrong_keys
 
-    def login_failed(self) -> None:
+    def count_wrong_key(self) -> None:
         self._num_wrong_keys += 1
-        self._failed_logins.inc()
+        self._wrong_keys.inc()
 
-    def login_refused(self) -> None:
-        self._refused_logins.inc()
+    def count_refused_key(self) -> None:
+        self._refused_keys.inc()
 
     def watch_loop(self, last: Callable[[], float], longest: Callable[[], float]) -> None:
         self._loop_lag.set_function(last)

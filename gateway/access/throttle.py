@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.caller import CALLER, client_network
-from gateway.errors import Handler, TooManyFailures, WrongKey
+from gateway.errors import Handler, TooManyWrongKeys, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.outage import Outage
@@ -51,7 +51,7 @@ return math.ceil(debt * 1000)
 """
 
 
-class FailedLogins:
+class WrongKeyThrottle:
     """Buckets of this process, in bounded memory. Each compared wrong key is also added to a bucket in Redis that all
     processes share, and the process adopts the shared level. So n processes compare at most n - 1 more guesses than a
     single one.
@@ -94,7 +94,7 @@ class FailedLogins:
         return middleware
 
     def refuse_guess(self, request: web.Request, presented: str) -> None:
-        """Raise TooManyFailures for a secret from a form, under the same conditions as for one from a header."""
+        """Raise TooManyWrongKeys for a secret from a form, under the same conditions as for one from a header."""
         self._refuse_guesses(request, [presented])
 
     async def count_form(self, request: web.Request, presented: str) -> None:
@@ -109,15 +109,15 @@ class FailedLogins:
         """
         bucket = self._bucket(request)
         if self._wait(bucket) > 0 and all(map(self._is_proved, presented)):
-            self._metrics.login_failed()
+            self._metrics.count_wrong_key()
         else:
             await self.count(bucket)
 
     def _refuse_guesses(self, request: web.Request, presented: Iterable[str]) -> None:
         wait = self._wait(self._bucket(request))
         if wait > 0 and not all(map(self._is_proved, presented)):
-            self._metrics.login_refused()
-            raise TooManyFailures(retry_after=math.ceil(wait))
+            self._metrics.count_refused_key()
+            raise TooManyWrongKeys(retry_after=math.ceil(wait))
 
     def _bucket(self, request: web.Request) -> str:
         """Return the name of the bucket of the request's address and port."""
@@ -128,7 +128,7 @@ class FailedLogins:
 
     async def count(self, address: str) -> None:
         """Count a compared wrong key."""
-        self._metrics.login_failed()
+        self._metrics.count_wrong_key()
         was_calm = self._wait(address) <= 0
         # Charge the bucket before the first await, so that concurrent guesses see it.
         now = time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 
 from adapters.spool import PREFIX
 from adapters.store import DirectoryStore
-from gateway.access.throttle import FailedLogins
+from gateway.access.throttle import WrongKeyThrottle
 from gateway.api.idempotency import Idempotency
 from gateway.fleet.discovery.drains import Drains
 from gateway.records.adapters.catalog import Catalog
@@ -143,7 +143,7 @@ async def test_content_in_use_comes_back_to_the_store(
 
 
 async def test_a_failed_log_in_is_on_record(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
-    held = hold(monkeypatch, FailedLogins, "count_form")
+    held = hold(monkeypatch, WrongKeyThrottle, "count_form")
     async with gateway.browser(None) as browser:
         await held.leave(gateway, browser.log_in("a guess"))
         await until(lambda: is_on_record(gateway, "login.failed"))

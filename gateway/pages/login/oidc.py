@@ -16,8 +16,8 @@ from gateway.access.sessions import Identity
 from gateway.access.signed_values import signed, verified
 from gateway.api.page_guard import NO_STORE, safe_next
 from gateway.caller import CALLER
-from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
-from gateway.pages.login.page import LoginPages, home_of_request
+from gateway.errors import Forbidden, RecordNotFound, TooManyWrongKeys, Unavailable
+from gateway.pages.login.page import LoginPages, TooManyLogins, home_of_request
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.keys import oidc_state_key
@@ -105,8 +105,8 @@ class OidcPages:
             token = await oidc.redeem(request.query["code"], redirect=redirect, verifier=kept.verifier)
             person = await self._person(await oidc.verify(token, kept.nonce), home)
             self._pages.count(person)
-        except TooManyFailures as error:
-            return self._pages.too_many(request, then, error)
+        except (TooManyWrongKeys, TooManyLogins) as error:
+            return self._pages.too_many(request, then, error.retry_after)
         except StaleLogin as error:
             # Not counted: it costs no request to the provider, and any site can make a browser send it.
             response = self._pages.refuse_stale(request, then, error)

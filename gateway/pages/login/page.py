@@ -18,10 +18,10 @@ from gateway.access.login_audit import NOBODY, LoginAudit
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
 from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_bootstrap_key, by_key
 from gateway.access.signed_values import signed, verified
-from gateway.access.throttle import FailedLogins
+from gateway.access.throttle import WrongKeyThrottle
 from gateway.api.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
 from gateway.caller import CALLER, client_network
-from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
+from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyWrongKeys, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
 from gateway.process.admin_port import is_admin_port
 from gateway.process.background import run_to_end
@@ -43,6 +43,14 @@ LABELS = {ADMIN_PATH: "Admin key", CONSOLE_PATH: "API key"}
 WRONG = "This key is not valid here. Check it and try again."
 
 
+class TooManyLogins(Exception):
+    """The person, or the tenant, has logged in too often. retry_after: seconds until the next log-in is allowed."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(retry_after)
+        self.retry_after = retry_after
+
+
 class LoginRate:
     """Token buckets of successful log-ins by subject and by tenant, since each one is a write to the database."""
 
@@ -51,7 +59,7 @@ class LoginRate:
         self._full = BoundedDict[str, float](MAX_SUBJECTS)
 
     def take(self, person: Identity) -> None:
-        """Count a person's log-in. Raises TooManyFailures."""
+        """Count a person's log-in. Raises TooManyLogins."""
         self._take(person.subject, LOGIN_BURST, LOGIN_SECONDS)
         if person.tenant is not None:
             self._take(f"tenant {person.tenant.id}", TENANT_BURST, TENANT_SECONDS)
@@ -60,7 +68,7 @@ class LoginRate:
         now = time.monotonic()
         full = max(now, self._full.get(subject, 0.0)) + seconds
         if full - now > burst * seconds:
-            raise TooManyFailures(retry_after=math.ceil(full - now - burst * seconds))
+            raise TooManyLogins(math.ceil(full - now - burst * seconds))
         self._full.put(subject, full)
 
 
@@ -76,7 +84,7 @@ class LoginPages:
         frame: Frame,
         auth: Authenticator,
         sessions: Sessions,
-        throttle: FailedLogins,
+        throttle: WrongKeyThrottle,
         audit: LoginAudit,
         lifetime: timedelta,
         provider: str | None = None,
@@ -115,8 +123,8 @@ class LoginPages:
             self.count(person)
         except (InvalidKey, Forbidden) as error:
             return await self._refuse(request, then, error, presented)
-        except TooManyFailures as error:
-            return self.too_many(request, then, error)
+        except (TooManyWrongKeys, TooManyLogins) as error:
+            return self.too_many(request, then, error.retry_after)
         return await self.admit(request, person, then)
 
     async def admit(
@@ -162,7 +170,7 @@ class LoginPages:
             return
 
     async def _recognise(self, request: web.Request, home: str, presented: str) -> Identity:
-        """Return the owner of a key. Raises TooManyFailures, WrongKey, InvalidKey or Forbidden."""
+        """Return the owner of a key. Raises TooManyWrongKeys, WrongKey, InvalidKey or Forbidden."""
         if not presented or len(presented) > MAX_KEY_CHARS:
             raise InvalidKey("The field is empty or too long.")
         self._throttle.refuse_guess(request, presented)
@@ -192,17 +200,17 @@ class LoginPages:
         await self._audit.failed(home_of_request(request), reason, actor)
 
     def count(self, person: Identity) -> None:
-        """Count a log-in of a person whose identity is proved. Raises TooManyFailures."""
+        """Count a log-in of a person whose identity is proved. Raises TooManyLogins."""
         self._rate.take(person)
 
     def refuse_guesses(self, request: web.Request) -> None:
-        """Raise TooManyFailures after too many failed log-ins from the request's address."""
+        """Raise TooManyWrongKeys after too many wrong keys from the request's address."""
         self._throttle.refuse_guess(request, "")
 
-    def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
+    def too_many(self, request: web.Request, then: str, retry_after: int) -> web.Response:
         """Return the form with the time after which the next attempt is allowed."""
-        response = self._form(request, then, _wait_text(error), status=error.status)
-        response.headers["Retry-After"] = error.headers["Retry-After"]
+        response = self._form(request, then, _wait_text(retry_after), status=429)
+        response.headers["Retry-After"] = str(retry_after)
         return response
 
     async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
@@ -268,9 +276,8 @@ def home_of_request(request: web.Request) -> str:
     return ADMIN_PATH if resource.canonical.startswith(ADMIN_PATH) else CONSOLE_PATH
 
 
-def _wait_text(error: TooManyFailures) -> str:
-    wait = error.headers["Retry-After"]
-    return f"Too many log-ins from your address, with this key or by this person. Try again in {wait} s."
+def _wait_text(seconds: int) -> str:
+    return f"Too many log-ins from your address, with this key or by this person. Try again in {seconds} s."
 
 
 def _owner() -> str:

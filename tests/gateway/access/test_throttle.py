@@ -7,7 +7,7 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.access import throttle
-from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, FailedLogins
+from gateway.access.throttle import BURST, MAX_ADDRESSES, SECONDS_EACH, WrongKeyThrottle
 from gateway.caller import client_network
 from gateway.metrics import Metrics
 from gateway.settings import SettingsError
@@ -161,7 +161,7 @@ async def test_processes_share_the_count_through_redis(redis_url: str, monkeypat
     # Longer than any delay of a slow machine.
     monkeypatch.setattr("gateway.access.throttle.SHARE_SECONDS", 10.0)
     async with Redis.from_url(redis_url) as redis:
-        one, two, other = (FailedLogins(Metrics(), lambda _: False, redis, name) for name in ("a", "a", "b"))
+        one, two, other = (WrongKeyThrottle(Metrics(), lambda _: False, redis, name) for name in ("a", "a", "b"))
         for _ in range(BURST):
             await one.count("192.0.2.177")
         assert one._wait("192.0.2.177") > 0
@@ -181,10 +181,10 @@ async def test_processes_share_the_count_through_redis(redis_url: str, monkeypat
 @pytest.mark.usefixtures("starts_servers")
 async def test_without_redis_each_process_counts_by_itself():
     async with Redis.from_url(f"redis://127.0.0.1:{free_port()}") as redis:
-        logins = FailedLogins(Metrics(), lambda _: False, redis)
+        wrong_keys = WrongKeyThrottle(Metrics(), lambda _: False, redis)
         for _ in range(BURST):
-            await logins.count("203.0.113.9")
-        assert logins._wait("203.0.113.9") > 0
+            await wrong_keys.count("203.0.113.9")
+        assert wrong_keys._wait("203.0.113.9") > 0
 
 
 def test_proxies_that_are_no_networks_are_a_wrong_setting(tmp_path, model_dir):
@@ -193,14 +193,14 @@ def test_proxies_that_are_no_networks_are_a_wrong_setting(tmp_path, model_dir):
 
 
 async def test_each_address_has_its_own_count_in_bounded_memory():
-    logins = FailedLogins(Metrics(), lambda _: False)
+    wrong_keys = WrongKeyThrottle(Metrics(), lambda _: False)
     for number in range(MAX_ADDRESSES + 5):
-        await logins.count(str(number))
-    assert len(logins._paid_off) == MAX_ADDRESSES
+        await wrong_keys.count(str(number))
+    assert len(wrong_keys._paid_off) == MAX_ADDRESSES
     for _ in range(BURST):
-        await logins.count("192.0.2.7")
-    assert logins._wait("192.0.2.7") > 0
-    assert logins._wait("192.0.2.8") < 0
+        await wrong_keys.count("192.0.2.7")
+    assert wrong_keys._wait("192.0.2.7") > 0
+    assert wrong_keys._wait("192.0.2.8") < 0
 
 
 def test_an_ipv6_customers_whole_network_is_one():

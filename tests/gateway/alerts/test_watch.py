@@ -318,13 +318,13 @@ async def test_an_engine_that_loads_its_model_is_not_down(database: Database):
 async def test_a_burst_of_wrong_keys_is_one_event(database: Database):
     gateway = Gateway(database)
     for _ in range(WRONG_KEYS - 1):
-        gateway.metrics.login_failed()
+        gateway.metrics.count_wrong_key()
     await gateway.watch.look()
     # These came before the first look, when the process did not know since when.
     assert await types(database) == []
     for _ in range(3):
         for _ in range(WRONG_KEYS):
-            gateway.metrics.login_failed()
+            gateway.metrics.count_wrong_key()
         await gateway.watch.look()
     # At the edge of two windows there are two.
     assert set(await types(database)) == {"keys.guessed"}

@@ -9,10 +9,9 @@ import pytest
 
 from gateway.access.sessions import Identity
 from gateway.api.requests.memory import SMALL_AT_ONCE
-from gateway.errors import TooManyFailures
 from gateway.pages.login import oidc as oidc_login
 from gateway.pages.login import page as login
-from gateway.pages.login.page import TENANT_BURST, LoginRate
+from gateway.pages.login.page import TENANT_BURST, LoginRate, TooManyLogins
 from testing.gateway.principals import principal
 from testing.gateway.running import ADMIN_KEY, Browser, Gateway
 from tests.gateway.access.test_oidc import at_provider, provider
@@ -149,7 +148,7 @@ def test_many_keys_of_a_tenant_share_a_rate_of_log_ins():
 
     for number in range(TENANT_BURST):
         log_in(number, tenant)
-    with pytest.raises(TooManyFailures):
+    with pytest.raises(TooManyLogins):
         log_in(TENANT_BURST, tenant)
     log_in(TENANT_BURST + 1, other)
 
