@@ -10,10 +10,10 @@ from gateway.access.peppers import split_peppers
 from gateway.access.sessions import Sessions
 from gateway.access.throttle import WrongKeyThrottle
 from gateway.billing.account import Accounting
-from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.journal import Journal, journal_folder, report_others
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
 from gateway.fleet.attempts import Attempts

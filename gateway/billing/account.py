@@ -9,12 +9,12 @@ from typing import Any
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.charges import Charge, Ending, Used, charge
-from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
 from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.billing.used_engines import UsedEngines
 from gateway.error_codes import code_of, known_code
 from gateway.errors import AdapterMismatch, ClientGone, Forbidden, InvalidKey, Unavailable

@@ -1,4 +1,4 @@
-"""Our own engines: only they are asked for a request's counts, because the question has the internal token."""
+"""Our own engines: only their usage logs are read, because the request has the internal token."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.lease_data import lease_weights
 from gateway.billing.ledger import Ledger
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.stream import UsageStream
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.errors import Unavailable
 from gateway.metrics import Metrics
 from gateway.quota.quota import Quota

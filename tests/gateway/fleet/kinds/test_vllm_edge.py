@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 from redis.asyncio import Redis
 
 from engine.http.announcing import _send
-from gateway.billing.engine_counts import UsageLogClient
+from gateway.billing.usage_log_client import UsageLogClient
 from gateway.fleet.discovery.addresses import parse_address
 from gateway.fleet.discovery.health_checks import HealthChecks
 from gateway.fleet.engines.engine import Address, EngineRecord

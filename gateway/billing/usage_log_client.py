@@ -1,4 +1,4 @@
-"""Client for the engines' token counts of requests whose answers this gateway did not read to the end."""
+"""Client for the engines' usage logs: token counts of requests whose answers this gateway did not read to the end."""
 
 import asyncio
 import logging
