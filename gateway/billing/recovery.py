@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from gateway.billing.lease_data import lease_weights
+from gateway.billing.lease_note import note_extension
 from gateway.billing.ledger import Ledger
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.stream import UsageStream
@@ -159,11 +159,11 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """Return the usage row of an abandoned request. `lease_data` made its note, maybe that of a newer release."""
+    """Return the usage row of an abandoned request. `lease_note` made its note, maybe in a newer release."""
     progress = lease.progress
     fields = {name: value for name, value in lease.note.items() if name in UsageRow.__struct_fields__}
     price = msgspec.convert(lease.note["price"], Price)
-    weights = lease_weights(lease.note)
+    extension = note_extension(lease.note)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     is_free = progress is not None and progress.is_free
     if progress is not None and progress.end is not None:
@@ -172,7 +172,7 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     latency_ms = max(0, round((lease.last_extended - lease.reservation.admitted_at).total_seconds() * 1000))
     created_at = lease.reservation.admitted_at
     return UsageRow(
-        **{"version": weights.version, "status": "abandoned", "latency_ms": latency_ms, "ttft_ms": None, **fields},
+        **{"version": extension.version, "status": "abandoned", "latency_ms": latency_ms, "ttft_ms": None, **fields},
         request_id=lease.reservation.request_id,
         tenant_id=lease.reservation.tenant_id,
         engine=None if progress is None else progress.engine_url,
@@ -180,10 +180,10 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         completion_tokens=completion,
         cached_tokens=outcome.cached_tokens,
         cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
-        surcharge=weights.tokens(prompt, completion) - prompt - completion,
+        surcharge=extension.tokens(prompt, completion) - prompt - completion,
         finish_reason=outcome.finish_reason,
         created_at=created_at,
         reserved_tokens=lease.reservation.tokens,
-        end_user=weights.end_user,
-        base=weights.base,
+        end_user=extension.end_user,
+        base=extension.base,
     )

@@ -1,6 +1,6 @@
 """Notes of a tenant's running requests, read from the leases that the quota's script keeps in Redis.
 
-A lease's note is the data with which another gateway settles the request (`gateway/billing/lease_data.py`).
+A lease's note is the data with which another gateway settles the request (`gateway/billing/lease_note.py`).
 """
 
 from collections.abc import Awaitable, Callable

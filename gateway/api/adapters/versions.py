@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.api.adapters.caller import find_caller, read_small, version_of
 from gateway.api.requests.fields import check_year, json_response, read_flag
-from gateway.billing.lease_data import leased_versions
+from gateway.billing.lease_note import noted_versions
 from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import MAX_TARGETS, MAX_WEIGHT, Alias, AliasTarget, Targets
@@ -208,7 +208,7 @@ class AdapterVersions:
         """Return the versions of the name that running requests of all gateways use. Raises Unavailable."""
         found = set()
         for note in await self._quota.notes(tenant.id):
-            found |= {version for each, version in leased_versions(note) if each == name}
+            found |= {version for each, version in noted_versions(note) if each == name}
         return found
 
 

