@@ -7,8 +7,8 @@ from wire.errors import BadRequest
 
 # Maximum length of a tenant's id.
 MAX_TENANT_CHARS = 256
-# Time for which an engine keeps a pinned adapter; gateways repeat the pins before it ends. Maximum pins of a request.
-KEEP_SECONDS = 30.0
+# Time for which a pin lasts; gateways repeat the pins before it ends. Maximum pins of a request.
+PIN_SECONDS = 30.0
 MAX_PINNED = 1000
 
 
@@ -37,8 +37,8 @@ class Prefetched(Struct):
     is_loaded: bool
 
 
-class KeepRequest(Struct):
-    """Body of `POST /pins`. adapters: `sha256:<digest>` of adapters to keep in host memory for KEEP_SECONDS."""
+class PinRequest(Struct):
+    """Body of `POST /pins`. adapters: `sha256:<digest>` of adapters to pin in host memory for PIN_SECONDS."""
 
     adapters: list[str]
 
@@ -57,7 +57,7 @@ class KeepRequest(Struct):
                 raise BadRequest("adapters", message)
 
 
-class Kept(Struct):
+class PinResult(Struct):
     """Response to pins. num_kept: number of adapters that stay in host memory; the others failed or found no room."""
 
     num_kept: int

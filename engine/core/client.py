@@ -161,9 +161,9 @@ class Core:
         """Load an adapter ahead of its request. Return whether it is in host memory."""
         return await self._ask(messages.Prefetch(digest, tenant_id), bool)
 
-    async def keep_adapters(self, digests: Sequence[str]) -> int:
-        """Keep the operator's adapters in host memory for a time. Return the number of those kept."""
-        return await self._ask(messages.KeepAdapters(list(digests)), int)
+    async def pin_adapters(self, digests: Sequence[str]) -> int:
+        """Pin the operator's adapters in host memory for a time. Return the number of those pinned."""
+        return await self._ask(messages.PinAdapters(list(digests)), int)
 
     async def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int:
         """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""

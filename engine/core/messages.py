@@ -176,8 +176,8 @@ class Prefetch(Message):
     tenant_id: str
 
 
-class KeepAdapters(Message):
-    """Keep the operator's adapters in host memory for a time -> number of adapters kept."""
+class PinAdapters(Message):
+    """Pin the operator's adapters in host memory for a time -> number of adapters pinned."""
 
     digests: list[str]
 
@@ -202,7 +202,7 @@ Question = (
     | RegisterFolder
     | ForgetAdapter
     | Prefetch
-    | KeepAdapters
+    | PinAdapters
     | ChargeElsewhere
     | Close
 )

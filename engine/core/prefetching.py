@@ -11,7 +11,7 @@ from adapters.recent_use import RecentUse
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.host_cache import HostCache
 from wire.digests import digest_name
-from wire.prefetch import KEEP_SECONDS
+from wire.prefetch import PIN_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Prefetching:
 
 
 class PinnedAdapters:
-    """Adapters that gateways keep in host memory for the operator, each until KEEP_SECONDS after its last request."""
+    """Adapters that gateways pin in host memory for the operator, each until PIN_SECONDS after its last request."""
 
     def __init__(self, host_cache: HostCache) -> None:
         self._host_cache = host_cache
@@ -66,7 +66,7 @@ class PinnedAdapters:
         # Sizes in bytes of the adapters that had no room.
         self._unfit: dict[str, int] = {}
 
-    async def keep(self, digests: Sequence[str]) -> int:
+    async def pin(self, digests: Sequence[str]) -> int:
         """Load the adapters, and protect those that have room from eviction. Return the number of protected ones."""
         # Gateways repeat the request: an adapter that had no room would be loaded, and evict others, each time.
         self._unfit = {digest: self._unfit[digest] for digest in digests if digest in self._unfit}
@@ -78,7 +78,7 @@ class PinnedAdapters:
                 adapter = self._host_cache.get(digest) or await _load(self._host_cache, digest, "")
                 kept += adapter is not None and self._pin(adapter)
         finally:
-            asyncio.get_running_loop().call_later(KEEP_SECONDS + 1.0, self._unpin_old)
+            asyncio.get_running_loop().call_later(PIN_SECONDS + 1.0, self._unpin_old)
         return kept
 
     def _has_room(self, num_bytes: int) -> bool:
@@ -90,7 +90,7 @@ class PinnedAdapters:
                 self._unfit[adapter.digest] = adapter.num_bytes
                 return False
             self._host_cache.pin(adapter.digest)
-        self._pinned[adapter.digest] = adapter.num_bytes, asyncio.get_running_loop().time() + KEEP_SECONDS
+        self._pinned[adapter.digest] = adapter.num_bytes, asyncio.get_running_loop().time() + PIN_SECONDS
         return True
 
     def _unpin_old(self) -> None:

@@ -182,8 +182,8 @@ class CoreService:
                 return self._steps.call(partial(self.engine.unload_adapter, digest))
             case messages.Prefetch(digest, tenant_id):
                 return self._prefetching.load(digest, tenant_id)
-            case messages.KeepAdapters(digests):
-                return self._pinned.keep(digests)
+            case messages.PinAdapters(digests):
+                return self._pinned.pin(digests)
             case messages.ChargeElsewhere(tenants):
                 return self._steps.call(partial(self.engine.add_service_elsewhere, tenants))
             case messages.Close():

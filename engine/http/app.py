@@ -116,7 +116,7 @@ class Server:
         app.router.add_post("/service", self._route(EngineRoutes.add_service))
         app.router.add_post("/probe", self._route(EngineRoutes.probe))
         app.router.add_post("/prefetch", self._route(EngineRoutes.prefetch))
-        app.router.add_post("/pins", self._route(EngineRoutes.keep))
+        app.router.add_post("/pins", self._route(EngineRoutes.pin))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/readyz", self._health)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from wire.openapi import Route, describe
-from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
+from wire.prefetch import PinRequest, PinResult, Prefetched, PrefetchRequest
 from wire.probes import AdapterProbe, ProbeRequest
 from wire.requests import (
     AllowanceRequest,
@@ -53,7 +53,7 @@ ROUTES = (
     Route("POST", "/service", "Add tenants' service at other engines.", ServiceElsewhere, ServiceCharged),
     Route("POST", "/probe", "Compare an adapter with the base model on fixed prompts.", ProbeRequest, AdapterProbe),
     Route("POST", "/prefetch", "Load an adapter for a waiting request.", PrefetchRequest, Prefetched),
-    Route("POST", "/pins", "Keep adapters in host memory for 30 s.", KeepRequest, Kept),
+    Route("POST", "/pins", "Pin adapters in host memory for 30 s.", PinRequest, PinResult),
     Route("GET", "/health", "Return whether requests can be served.", None, HealthStatus),
     Route("GET", "/ping", "Return the same as /health.", None, HealthStatus),
     Route("GET", "/readyz", "Return the same as /health.", None, HealthStatus),

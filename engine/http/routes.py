@@ -25,7 +25,7 @@ from wire.decoding import decode
 from wire.digests import bare_digest, digest_name
 from wire.errors import BadRequest
 from wire.http_body import read_body
-from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
+from wire.prefetch import PinRequest, PinResult, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 from wire.responses import (
@@ -169,10 +169,10 @@ class EngineRoutes:
         body = decode(PrefetchRequest, await read_body(request))
         return json_response(Prefetched(await self.core.prefetch(body.digest, body.tenant)))
 
-    async def keep(self, request: web.Request) -> web.Response:
-        """Keep the operator's pinned adapters in host memory for a time. Answers after their loads."""
-        body = decode(KeepRequest, await read_body(request))
-        return json_response(Kept(await self.core.keep_adapters(body.digests)))
+    async def pin(self, request: web.Request) -> web.Response:
+        """Pin the operator's adapters in host memory for PIN_SECONDS. Answers after their loads."""
+        body = decode(PinRequest, await read_body(request))
+        return json_response(PinResult(await self.core.pin_adapters(body.digests)))
 
     async def update_gauges(self) -> None:
         try:

@@ -113,7 +113,7 @@ class Upstream:
         app.router.add_post("/allowances", self._allow)
         app.router.add_post("/probe", self._probe)
         app.router.add_post("/prefetch", self._prefetch)
-        app.router.add_post("/pins", self._keep)
+        app.router.add_post("/pins", self._pin)
         app.router.add_post("/service", self._add_service)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
@@ -127,7 +127,7 @@ class Upstream:
         self.hints.append((body["adapter"], body["tenant"]))
         return web.json_response({"is_loaded": self.takes_hints})
 
-    async def _keep(self, request: web.Request) -> web.Response:
+    async def _pin(self, request: web.Request) -> web.Response:
         assert request.headers["x-loraplex-internal-token"] == TOKEN
         self.pins.append((await request.json())["adapters"])
         return web.json_response({"num_kept": len(self.pins[-1])})

@@ -39,7 +39,7 @@ from wire.headers import (
     WEIGHT_HEADER,
 )
 from wire.http_errors import HTTP_ERRORS
-from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
+from wire.prefetch import PinRequest, PinResult, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
 from wire.service import ServiceElsewhere
@@ -159,8 +159,9 @@ class Loraplex(EngineKind):
         ).is_loaded
 
     async def send_pins(self, engine: EngineRecord, digests: Sequence[str]) -> int:
-        body = KeepRequest([digest_name(digest) for digest in digests])
-        return msgspec.json.decode(await self._post_json(engine, "/pins", body, PREFETCH_TIMEOUT), type=Kept).num_kept
+        body = PinRequest([digest_name(digest) for digest in digests])
+        answer = await self._post_json(engine, "/pins", body, PREFETCH_TIMEOUT)
+        return msgspec.json.decode(answer, type=PinResult).num_kept
 
     async def _post_json(self, engine: EngineRecord, path: str, body: msgspec.Struct, timeout: ClientTimeout) -> bytes:
         """Post to one of the engine's own routes and return the answer. Raises ClientError, OSError, TimeoutError."""

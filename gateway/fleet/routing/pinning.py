@@ -2,7 +2,7 @@
 
 Every SECONDS, each gateway process sends the pins of an adapter to its homes, or to the first engine in its order if it
 has no homes. Engines that do not serve the base model of a pinned version get no pin. Engines forget a pin that no
-gateway repeats (`KEEP_SECONDS`), so a removed pin or engine needs no message.
+gateway repeats (`PIN_SECONDS`), so a removed pin or engine needs no message.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
-# Interval of the pins. It is shorter than `Prefetched.SECONDS` and KEEP_SECONDS, so that no pin ends between two.
+# Interval of the pins. It is shorter than `Prefetched.SECONDS` and PIN_SECONDS, so that no pin ends between two.
 SECONDS = 5.0
 
 
@@ -59,7 +59,7 @@ class Pinning:
     async def watch(self) -> None:
         """Send the pins until cancelled."""
         while True:
-            # `Database` logs an outage. Engines keep the adapters for `KEEP_SECONDS`.
+            # `Database` logs an outage. Engines keep the adapters for `PIN_SECONDS`.
             with suppress(Unavailable):
                 await self.send()
             await asyncio.sleep(SECONDS)
@@ -72,9 +72,9 @@ class Pinning:
             for base in {binding.base for binding in bindings}:
                 for engine in engines_for(self._fleet_of(base), digest, self._rates.of(digest), keeps):
                     by_engine[engine].append(digest)
-        await asyncio.gather(*(self._keep(engine, digests) for engine, digests in by_engine.items()))
+        await asyncio.gather(*(self._send_to(engine, digests) for engine, digests in by_engine.items()))
 
-    async def _keep(self, engine: EngineRecord, digests: Sequence[str]) -> None:
+    async def _send_to(self, engine: EngineRecord, digests: Sequence[str]) -> None:
         try:
             kept = await self._send(engine, digests)
         except (*HTTP_ERRORS, MsgspecError) as error:

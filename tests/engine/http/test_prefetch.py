@@ -142,7 +142,7 @@ async def test_pinned_adapters_stay_while_others_come_and_go_within_their_room(
     assert cache.stats().loads == loads
     pinned = {digest.removeprefix("sha256:") for digest in digests[:kept]}
     assert set(cache._pins) == pinned
-    monkeypatch.setattr(prefetching, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(prefetching, "PIN_SECONDS", 0.0)
     again = (await client.ok("/pins", {"adapters": digests[:kept]}, **INTERNAL))["num_kept"]
     assert again == kept
     deadline = time.monotonic() + 60
