@@ -16,7 +16,7 @@ from gateway.billing.stream import UsageStream
 from gateway.billing.usage_log_client import UsageLogClient
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
-from gateway.fleet.attempts import Attempts
+from gateway.fleet.attempt_runner import AttemptRunner
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery.addresses import ANNOUNCED
 from gateway.fleet.discovery.discovery import Announcements, Discovery
@@ -249,8 +249,8 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
     quarantine.is_alone = isolation.is_alone
-    attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)
-    fleet = Fleet(registry, attempts, queues, timeout, isolation, engine_service, prefetch, bases)
+    attempt_runner, prefetch = AttemptRunner(registry, client, quarantine), Prefetch(client.send_hint)
+    fleet = Fleet(registry, attempt_runner, queues, timeout, isolation, engine_service, prefetch, bases)
     pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))
     pinning = Pinning(registry.of_base, pinned.get, client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)

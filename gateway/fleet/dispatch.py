@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.errors import BadRequest, EngineDied, NoEngine, Overloaded, RankNotServed, UpstreamFailed
 from gateway.fleet.absence import no_engine_error, too_many_sequences_error
-from gateway.fleet.attempts import Attempts
+from gateway.fleet.attempt_runner import AttemptRunner
 from gateway.fleet.calls.answers import Incoming
 from gateway.fleet.calls.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.discovery.registry import Registry
@@ -24,10 +24,10 @@ from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.engine_service import EngineService
 from gateway.fleet.queueing.queue import Place
 from gateway.fleet.queueing.service_meter import Reported, ServiceMeter
+from gateway.fleet.retry_state import MAX_FAILURES, RetryState
 from gateway.fleet.routing.candidates import Usable, choose_in
 from gateway.fleet.routing.choice import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.fleet.routing.prefetch import Prefetch
-from gateway.fleet.tries import MAX_FAILURES, Tries
 from gateway.records.bases.registry import Bases
 from wire.deadlines import deadline
 
@@ -88,7 +88,7 @@ class Fleet:
     def __init__(
         self,
         registry: Registry,
-        attempts: Attempts,
+        attempt_runner: AttemptRunner,
         queues: BaseQueues,
         first_byte_seconds: float,
         isolation: Isolation,
@@ -99,8 +99,8 @@ class Fleet:
         self._registry = registry
         self._service = service
         self.prefetch = prefetch
-        self._attempts = attempts
-        self._quarantine = attempts.quarantine
+        self._attempt_runner = attempt_runner
+        self._quarantine = attempt_runner.quarantine
         self._isolation = isolation
         self._queues = queues
         self._first_byte_seconds = first_byte_seconds
@@ -155,7 +155,7 @@ class Fleet:
                 in_flight.free()
                 queue.free(place)
 
-            check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
+            check_cut_off = partial(self._attempt_runner.check_cut_off, engine, in_flight)
             yield Answering(engine, in_flight.instance, response, release, in_flight.end, check_cut_off)
 
     async def _begin(self, call: Call, record: AttemptLog, place: Place, held: AsyncExitStack) -> Begun:
@@ -164,13 +164,13 @@ class Fleet:
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
         may use all of the request's time while its engine lives. Raises EngineRefused.
         """
-        tries = Tries(self._prefix(call), passes=place.passes)
+        retry = RetryState(self._prefix(call), passes=place.passes)
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None) as limit:
                 while True:
                     await self._check_again(call)
                     async with AsyncExitStack() as attempt:
-                        begun = await self._next(call, record, place, tries, attempt, limit)
+                        begun = await self._next(call, record, place, retry, attempt, limit)
                         if begun is not None:
                             held.push_async_exit(attempt.pop_all())
                             return begun
@@ -179,24 +179,32 @@ class Fleet:
             raise EngineRefused(late) from None
 
     async def _next(
-        self, call: Call, record: AttemptLog, place: Place, tries: Tries, held: AsyncExitStack, limit: asyncio.Timeout
+        self,
+        call: Call,
+        record: AttemptLog,
+        place: Place,
+        retry: RetryState,
+        held: AsyncExitStack,
+        limit: asyncio.Timeout,
     ) -> Begun | None:
-        """Send the request to the next engine. Returns None if another try is needed. Raises EngineRefused."""
-        engine = await self._next_engine(call, tries, place, held)
+        """Send the request to the next engine. Returns None if another attempt is needed. Raises EngineRefused."""
+        engine = await self._next_engine(call, retry, place, held)
         if engine is None:
             return None
-        tries.engines.append(engine)
+        retry.engines.append(engine)
         if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
             await call.hold.cover_all()
         record.sent(engine, call.prompt_tokens)
-        begun = await self._try(engine, call, record, place.meter, tries, held, limit)
+        begun = await self._try(engine, call, record, place.meter, retry, held, limit)
         if begun is not None:
-            if tries.was_suspected:
+            if retry.was_suspected:
                 held.push_async_callback(self._note_survived, call, begun[2])
-            self._conversations.served(tries.prefix, engine)
+            self._conversations.served(retry.prefix, engine)
         return begun
 
-    async def _next_engine(self, call: Call, tries: Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
+    async def _next_engine(
+        self, call: Call, retry: RetryState, place: Place, held: AsyncExitStack
+    ) -> EngineRecord | None:
         """Return the next engine to try. A suspected request may try each engine a second time.
 
         At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
@@ -205,15 +213,15 @@ class Fleet:
         """
         suspicion = await self._suspicion(call)
         if suspicion is None:
-            return self._choose(call, tries)
-        if not tries.was_suspected:
-            tries.was_suspected = True
-            tries.engines.clear()
-        if self._best(call, tries, self._conditions(call, tries)) is None:
-            raise self._none_left(call, tries)
+            return self._choose(call, retry)
+        if not retry.was_suspected:
+            retry.was_suspected = True
+            retry.engines.clear()
+        if self._best(call, retry, self._conditions(call, retry)) is None:
+            raise self._none_left(call, retry)
 
         def usable(engine: EngineRecord) -> bool:
-            return tries.allow(call, engine) and not self._quarantine.died_lately(engine)
+            return retry.allow(call, engine) and not self._quarantine.died_lately(engine)
 
         def is_without_them(engine: EngineRecord) -> bool:
             if UNKNOWN_TENANTS in suspicion.others:
@@ -223,7 +231,7 @@ class Fleet:
             is_spare = self._isolation.allows(engine) and not self._isolation.is_last(call.model.base, engine)
             return has_none and is_spare and usable(engine)
 
-        if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, tries, [is_without_them])) is not None:
+        if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, retry, [is_without_them])) is not None:
             return choice.engine
         self._queues.of(call.model.base).free(place)
         alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._suspicion(call))
@@ -240,41 +248,41 @@ class Fleet:
         if in_flight.has_ended:
             await self._quarantine.note_survived(call.tenant.id, call.model.suspects, call.named)
 
-    def _choose(self, call: Call, tries: Tries) -> EngineRecord:
+    def _choose(self, call: Call, retry: RetryState) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
-        choice = self._best(call, tries, self._conditions(call, tries))
+        choice = self._best(call, retry, self._conditions(call, retry))
         if choice is None:
-            raise self._none_left(call, tries)
+            raise self._none_left(call, retry)
         # The homes of a popular adapter load it before requests go there.
         for home in choice.homes if call.engine is None else ():
             if home is not choice.engine:
                 self.prefetch.hint(home, call.model.adapters, call.tenant.id)
         return choice.engine
 
-    def _best(self, call: Call, tries: Tries, conditions: Iterable[Usable]) -> Choice | None:
+    def _best(self, call: Call, retry: RetryState, conditions: Iterable[Usable]) -> Choice | None:
         """Return the choice by the first condition that any engine meets."""
         digest, fleet = call.model.digest, self._registry.of_base(call.model.base)
         request = RoutedRequest(
             digest,
-            tries.prefix,
-            self._conversations.engine(tries.prefix),
+            retry.prefix,
+            self._conversations.engine(retry.prefix),
             self.rates.of(digest),
             reuses_base=call.prompt_tokens >= LONG_PROMPT and digest in fleet.activated,
             sequences=call.sequences,
         )
-        in_progress = self._attempts.in_progress[digest]
+        in_progress = self._attempt_runner.in_progress[digest]
         found = (choose_in(fleet, request, in_progress, usable) for usable in conditions)
         return next((choice for choice in found if choice is not None), None)
 
-    def _conditions(self, call: Call, tries: Tries) -> Iterator[Usable]:
+    def _conditions(self, call: Call, retry: RetryState) -> Iterator[Usable]:
         """Generate the conditions for an engine to get the request, the preferred one first."""
-        usable = partial(tries.allow, call)
+        usable = partial(retry.allow, call)
 
         def is_free(engine: EngineRecord) -> bool:
             return self._isolation.allows(engine) and usable(engine)
 
-        if tries.passes:
-            kept = self._registry.of_base(call.model.base).kept_free(tries.passes)
+        if retry.passes:
+            kept = self._registry.of_base(call.model.base).kept_free(retry.passes)
             yield lambda engine: engine is not kept and not engine.fullness(call.sequences) and is_free(engine)
         known, digests = self._bases.get(call.model.base), self._registry.of_base(call.model.base).digests
         present = None, None if known is None else known.digest
@@ -286,17 +294,17 @@ class Fleet:
             # The kept engine serves a request that no other one can serve.
             yield usable
 
-    def _none_left(self, call: Call, tries: Tries) -> EngineRefused:
+    def _none_left(self, call: Call, retry: RetryState) -> EngineRefused:
         """Return the error of a request that no further engine can serve now.
 
         It is the last engine's refusal. A refusal of the adapter's rank counts only if no absent engine may serve it.
         """
-        fleet, refusal = self._registry.of_base(call.model.base), tries.refusal
+        fleet, refusal = self._registry.of_base(call.model.base), retry.refusal
         if refusal is not None:
             is_for_good = isinstance(refusal.error, RankNotServed)
-            if not is_for_good or not any(tries.may_serve(call, engine) for engine in fleet.engines):
+            if not is_for_good or not any(retry.may_serve(call, engine) for engine in fleet.engines):
                 return refusal
-        return EngineRefused(EngineDied() if tries.died else no_engine_error(fleet.available, call.model))
+        return EngineRefused(EngineDied() if retry.died else no_engine_error(fleet.available, call.model))
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""
@@ -308,7 +316,7 @@ class Fleet:
     def _hint(self, call: Call) -> None:
         """Send hints for the adapters of a request that waits in the queue, to the engine that would get it now."""
         try:
-            engine = self._choose(call, Tries(self._prefix(call)))
+            engine = self._choose(call, RetryState(self._prefix(call)))
         except EngineRefused:
             return
         self.prefetch.hint(engine, call.model.adapters, call.tenant.id)
@@ -319,7 +327,7 @@ class Fleet:
         call: Call,
         record: AttemptLog,
         meter: ServiceMeter,
-        tries: Tries,
+        retry: RetryState,
         held: AsyncExitStack,
         limit: asyncio.Timeout,
     ) -> Begun | None:
@@ -327,7 +335,7 @@ class Fleet:
         try:
             with meter.attempt(partial(self._service.served, engine, call.tenant.id)):
                 posted = msgspec.structs.replace(call, on_posted=meter.note_posted)
-                response, in_flight = await held.enter_async_context(self._attempts.open(engine, posted, limit))
+                response, in_flight = await held.enter_async_context(self._attempt_runner.open(engine, posted, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.may_have_read:
@@ -335,31 +343,31 @@ class Fleet:
                 return None
             record.lost()
             await self._quarantine.wait_until_reported()
-            tries.died += 1
-            if tries.are_enough and not await self._may_go_on(call, tries):
+            retry.died += 1
+            if retry.is_exhausted and not await self._may_go_on(call, retry):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
             record.unsent()
         except EngineRefused as error:
             has_failed = isinstance(error.error, UpstreamFailed)
-            tries.failed += has_failed
-            if (has_failed and tries.are_enough) or not error.may_succeed_elsewhere:
+            retry.failed += has_failed
+            if (has_failed and retry.is_exhausted) or not error.may_succeed_elsewhere:
                 raise
             if error.unserved:
                 record.unsent()
-                tries.unserving.add(engine.address.traits.name)
+                retry.unsupported_on.add(engine.address.traits.name)
             if isinstance(error.error, BadRequest):
-                tries.refusing.append(engine)
-            tries.refusal = error
+                retry.refusing.append(engine)
+            retry.refusal = error
         else:
             return engine, response, in_flight
         return None
 
-    async def _may_go_on(self, call: Call, tries: Tries) -> bool:
+    async def _may_go_on(self, call: Call, retry: RetryState) -> bool:
         """Return whether another tenant's request may be, or was, the cause of the deaths."""
         if await self._suspicion(call) is not None:
-            return not tries.was_suspected
+            return not retry.was_suspected
         return await self._quarantine.is_innocent(call.tenant.id, call.model.suspects, call.named)
 
     async def _check_again(self, call: Call) -> None:

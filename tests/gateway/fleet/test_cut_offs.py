@@ -9,7 +9,7 @@ import pytest
 from aiohttp import ClientSession, ServerDisconnectedError, web
 
 from engine.answering import report
-from gateway.fleet.attempts import Attempts
+from gateway.fleet.attempt_runner import AttemptRunner
 from gateway.fleet.calls.call import Call
 from gateway.fleet.discovery.addresses import parse_address
 from gateway.fleet.discovery.health_checks import HealthChecks
@@ -93,7 +93,7 @@ class Broken:
         fields: dict[str, Any] = {"path": "/", "body": {}, "named": NamedBody({}), "prompt_tokens": 1, "arrived": 0.0}
         self._call = Call(request_id="r", model=model, tenant=tenant, **fields)
         quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
-        self.attempts = Attempts(*cast(Any, (self, self, quarantine)))
+        self.runner = AttemptRunner(*cast(Any, (self, self, quarantine)))
 
     def _die(self, _: EngineRecord, tenant_id: str, *__: object) -> None:
         self.died.append(tenant_id)
@@ -114,11 +114,11 @@ class Broken:
 
     async def attempt(self, *verdicts: bool, is_slow: bool = True) -> None:
         """Attempt a request that is asked for its verdict as often as `verdicts`, before it ends."""
-        async with self.attempts.open(self.engine, self._call) as (_, in_flight):
+        async with self.runner.open(self.engine, self._call) as (_, in_flight):
             for expected in verdicts:
                 if is_slow:
                     in_flight.free()
-                assert await self.attempts.check_cut_off(self.engine, in_flight) is expected
+                assert await self.runner.check_cut_off(self.engine, in_flight) is expected
             in_flight.free()
 
     @property

@@ -1,4 +1,4 @@
-"""Attempts to serve a request on one engine, recorded in the engine's breakers and the quarantine."""
+"""Runner of attempts: one sends a request to one engine, and is recorded in its breakers and the quarantine."""
 
 import asyncio
 import time
@@ -24,8 +24,8 @@ from wire.telemetry.spans import OPERATIONS, Span, Value
 T = TypeVar("T")
 
 
-class Attempts:
-    """Attempts of this process. quarantine: where they record deaths. in_progress: requests on engines, by adapter
+class AttemptRunner:
+    """Sends requests to engines. quarantine: where deaths are recorded. in_progress: requests on engines, by adapter
     (None: the base model).
     """
 

@@ -1,4 +1,4 @@
-"""Attempts to serve one request on engines in turn: what they have shown, and which engines are left for it."""
+"""State of a request's attempts on engines in turn: what they have shown, and which engines are left for it."""
 
 from dataclasses import dataclass, field
 
@@ -12,34 +12,36 @@ MAX_FAILURES = 2
 
 
 @dataclass(slots=True)
-class Tries:
-    """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
-    engine's. refusing: engines that refused it for good. unserving: the engine kinds that do not serve such requests.
-    died: number of engines that died with the request. failed: number of engines that failed it otherwise.
-    was_suspected: whether any try found it suspected. passes: as in `Place`.
+class RetryState:
+    """State of one request's attempts.
+
+    prefix: key of its conversation. engines: those tried, in order. refusal: the last engine's. refusing: engines that
+    refused it for good. unsupported_on: the engine kinds that do not support such requests. died: number of engines
+    that died with the request. failed: number of engines that failed it otherwise. was_suspected: whether any attempt
+    found it suspected. passes: as in `Place`.
     """
 
     prefix: bytes
     engines: list[EngineRecord] = field(default_factory=list)
     refusal: EngineRefused | None = None
     refusing: list[EngineRecord] = field(default_factory=list)
-    unserving: set[str] = field(default_factory=set)
+    unsupported_on: set[str] = field(default_factory=set)
     died: int = 0
     failed: int = 0
     was_suspected: bool = False
     passes: int = 0
 
     @property
-    def are_enough(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Return whether the request may be the cause of the failures, so that no further engine gets it."""
         return self.died + self.failed >= MAX_FAILURES
 
     def may_serve(self, call: Call, engine: EngineRecord) -> bool:
-        """Return whether the engine, available or not, may serve the request, as far as the tries have shown."""
+        """Return whether the engine, available or not, may serve the request, as far as the attempts have shown."""
         return (
             call.engine in (None, engine)
             and engine not in self.refusing
-            and engine.address.traits.name not in self.unserving
+            and engine.address.traits.name not in self.unsupported_on
             and engine.takes(call.model)
             and call.sequences <= engine.max_sequences
         )
