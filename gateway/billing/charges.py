@@ -28,7 +28,7 @@ TOKEN_BYTES = 8
 
 
 class Ending(Enum):
-    """Ending of an admitted request."""
+    """Ending of an admitted request. Its value is the word of the access log."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -40,7 +40,7 @@ class Ending(Enum):
     REFUSED = "refused"
     OVERLOADED = "overloaded"
     UNABLE = "unable"
-    UNSERVED = "unserved"
+    NO_ENGINE = "unserved"
     MISMATCHED = "mismatched"
 
     @property
@@ -71,7 +71,7 @@ class Ending(Enum):
 CUT = (Ending.CANCELLED, Ending.REVOKED, Ending.SHORTENED, Ending.LIMITED, Ending.BROKEN)
 
 # Endings of a request that no engine worked on, except an engine that died with it.
-UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.UNSERVED)
+UNANSWERED = (Ending.REFUSED, Ending.OVERLOADED, Ending.UNABLE, Ending.NO_ENGINE)
 
 
 class TokenRateWeights(msgspec.Struct, frozen=True):
@@ -144,13 +144,13 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     | REFUSED    | the request or its adapter is bad: 4xx             | 1       | the prompt      | no tokens | none   |
     | OVERLOADED | engines or their queue were full: 429, 503         | 1       | none            | no tokens | none   |
     | UNABLE     | an engine refused the gateway: 401, 404            | 0       | none            | no tokens | none   |
-    | UNSERVED   | no engine was available                            | 0       | none            | no row    | none   |
+    | NO_ENGINE  | no engine was available                            | 0       | none            | no row    | none   |
     | MISMATCHED | an engine served another adapter                   | 0       | none            | no tokens | none   |
 
     A client never pays money for work whose result it could not receive because an engine failed. That work counts
     against its token rates, so that making engines fail does not yield free work. If an engine dies with the request
     before an answer and another engine serves it, only the other engine's count applies. If none serves it (REFUSED,
-    OVERLOADED, UNABLE, UNSERVED) and the dead engine has counts of it, request and rates count as for BROKEN. So each
+    OVERLOADED, UNABLE, NO_ENGINE) and the dead engine has counts of it, request and rates count as for BROKEN. So each
     request that an engine has recorded has a usage row, possibly without tokens. A REFUSED request costs the token
     rates at least its prompt. The last engine is first asked for its count of a NOT_BEGUN request. A request whose
     adapter's files no engine can read is OVERLOADED. Requests that the gateway itself refuses are refused before
@@ -167,8 +167,8 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     if ending is Ending.REFUSED:
         # The engine may have compiled a grammar or loaded an adapter before it refused the request.
         rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
-    counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
-    is_recorded = was_lost or ending is not Ending.UNSERVED
+    counts = was_lost or ending not in (Ending.UNABLE, Ending.NO_ENGINE, Ending.MISMATCHED)
+    is_recorded = was_lost or ending is not Ending.NO_ENGINE
     return Charge(int(counts), rate_tokens, used, is_free=ending.is_unanswered, is_recorded=is_recorded)
 
 
@@ -185,7 +185,7 @@ def ending_of(refusal: EngineRefused) -> Ending:
     """Return the ending of a request that no engine began to answer."""
     error, status = refusal.error, refusal.status
     if isinstance(error, NoEngine):
-        return Ending.UNSERVED
+        return Ending.NO_ENGINE
     if isinstance(error, Overloaded | Unavailable):
         return Ending.OVERLOADED
     if isinstance(error, BadRequest):

@@ -85,9 +85,9 @@ class EngineClient:
             failure = UpstreamFailed("The engine did not answer.")
             raise EngineRefused(failure, broken=broken) from error
         except ProtocolError as error:
-            # The kind does not serve a field of the request.
+            # The kind does not support a field of the request.
             refusal = BadRequest(error.message, param=error.param, code=error.code)
-            raise EngineRefused(refusal, 400, unserved=True) from error
+            raise EngineRefused(refusal, 400, unsupported=True) from error
         except RankNotServed as error:
             raise EngineRefused(error, 400) from error
         except UpstreamFailed as error:

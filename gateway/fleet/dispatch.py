@@ -354,7 +354,7 @@ class Fleet:
             retry.failed += has_failed
             if (has_failed and retry.is_exhausted) or not error.may_succeed_elsewhere:
                 raise
-            if error.unserved:
+            if error.unsupported:
                 record.unsent()
                 retry.unsupported_on.add(engine.address.traits.name)
             if isinstance(error.error, BadRequest):

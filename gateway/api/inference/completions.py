@@ -88,7 +88,7 @@ class Completions:
                     return await self._forward(request, endpoint, asked, account)
             finally:
                 # Without an engine there is no usage row, so the request log needs a row of the refusal.
-                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.used_engines.lost is not None
+                request[HAS_USAGE] = account.ending is not Ending.NO_ENGINE or account.used_engines.lost is not None
                 if account.ending is not Ending.FINISHED:
                     request[ENDING] = account.ending.value
                 request[LOG_FIELDS] = log_fields(account)

@@ -124,7 +124,7 @@ class BodyShare:
             self._count_refused(self._seconds)
             self._rest(self._own_seconds)
 
-    def unserved(self) -> None:
+    def had_no_engine(self) -> None:
         """Count the CPU time of a request for which there was no engine: no limit of its tenant counts the request.
 
         The time that an engine took to count its tokens is left out, because it may have been a wait for that engine.
@@ -217,7 +217,7 @@ class BodyMemory:
         """Hold a request's share for the block. Raises TooMuchRefused.
 
         A block that raises before `admitted` counts as a refused request, unless it raises Unavailable. A block that
-        finds no engine counts as `unserved`.
+        finds no engine counts by `had_no_engine`.
         """
         self.refused_work.check(owner)
         share = BodyShare(self, owner)
@@ -225,7 +225,7 @@ class BodyMemory:
             yield share
         except Unavailable as error:
             if isinstance(error, NoEngine) and not isinstance(error, EngineDied):
-                share.unserved()
+                share.had_no_engine()
             raise
         except BaseException:
             share.refused()

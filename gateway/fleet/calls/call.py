@@ -34,18 +34,18 @@ class EngineRefused(Exception):
     """No engine began to answer.
 
     error: for the client. status: the last engine's response status, None without a response. broken: whether the
-    engine failed independently of the request. unserved: whether engines of this kind do not serve such requests, so
-    that it was not sent.
+    engine failed independently of the request. unsupported: whether engines of this kind do not support such requests,
+    so that it was not sent.
     """
 
     def __init__(
-        self, error: GatewayError, status: int | None = None, *, broken: bool = False, unserved: bool = False
+        self, error: GatewayError, status: int | None = None, *, broken: bool = False, unsupported: bool = False
     ) -> None:
         super().__init__(error.message)
         self.error = error
         self.status = status
         self.broken = broken
-        self.unserved = unserved
+        self.unsupported = unsupported
 
     @property
     def may_still_run(self) -> bool:
@@ -69,9 +69,9 @@ class EngineRefused(Exception):
     @property
     def may_succeed_elsewhere(self) -> bool:
         """Return whether another engine may serve the request: this one failed, lacks the adapter or has no room
-        for its rank, or is of a kind that does not serve such requests.
+        for its rank, or is of a kind that does not support such requests.
         """
-        return self.unserved or isinstance(self.error, RankNotServed | UpstreamFailed | Unavailable)
+        return self.unsupported or isinstance(self.error, RankNotServed | UpstreamFailed | Unavailable)
 
 
 class EngineWithdrew(EngineRefused):

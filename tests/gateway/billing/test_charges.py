@@ -47,16 +47,16 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         (Ending.OVERLOADED, TOLD, 1, 17, TOLD),
         (Ending.UNABLE, None, 0, 0, Used()),
         (Ending.UNABLE, TOLD, 1, 17, TOLD),
-        (Ending.UNSERVED, None, 0, 0, Used()),
-        (Ending.UNSERVED, TOLD, 1, 17, TOLD),
-        (Ending.UNSERVED, Used(), 1, 0, Used()),
+        (Ending.NO_ENGINE, None, 0, 0, Used()),
+        (Ending.NO_ENGINE, TOLD, 1, 17, TOLD),
+        (Ending.NO_ENGINE, Used(), 1, 0, Used()),
         (Ending.MISMATCHED, None, 0, 0, Used()),
     ],
 )
 def test_who_pays(ending: Ending, reported: Used | None, requests: int, tokens: int, billed: Used):
     charged = charge(ending, 9, HEARD, reported, TokenRateWeights())
     assert (charged.requests, charged.rate_tokens, charged.billed) == (requests, tokens, billed)
-    assert charged.is_recorded == (ending is not Ending.UNSERVED or reported is not None)
+    assert charged.is_recorded == (ending is not Ending.NO_ENGINE or reported is not None)
     # Money is charged only for an answer that a client could receive.
     has_answer = ending is Ending.FINISHED or ending in CUT
     assert charged.is_free == (not has_answer and ending is not Ending.MISMATCHED)

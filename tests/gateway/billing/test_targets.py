@@ -24,8 +24,8 @@ from gateway.billing.targets import is_met
         (Ending.REVOKED, None, 1.1, False),
         # The request was invalid.
         (Ending.REFUSED, None, 0.1, None),
-        *((ending, None, 0.1, False) for ending in (Ending.OVERLOADED, Ending.UNSERVED, Ending.UNABLE, Ending.LIMITED)),
-        *((ending, None, 0.1, False) for ending in (Ending.BROKEN, Ending.NOT_BEGUN, Ending.MISMATCHED)),
+        *((ending, None, 0.1, False) for ending in (Ending.OVERLOADED, Ending.NO_ENGINE, Ending.LIMITED)),
+        *((ending, None, 0.1, False) for ending in (Ending.UNABLE, Ending.BROKEN, Ending.NOT_BEGUN, Ending.MISMATCHED)),
     ],
 )
 def test_a_request_meets_its_target_of_a_second(

@@ -36,7 +36,7 @@ WITHOUT_ANSWER: dict[str, tuple[Callable[[], Exception], bool]] = {
     "not reached": (lambda: EngineGone(may_have_read=False), False),
     "died": (lambda: EngineGone(may_have_read=True), True),
     "withdrew": (lambda: EngineWithdrew(Unavailable("no"), 503), False),
-    "unserved": (lambda: EngineRefused(BadRequest("no"), 400, unserved=True), False),
+    "unsupported": (lambda: EngineRefused(BadRequest("no"), 400, unsupported=True), False),
     "bad request": (refused(BadRequest, 400), False),
     "not found": (refused(UpstreamFailed, 404), False),
     "overloaded": (refused(Unavailable, 503), False),
