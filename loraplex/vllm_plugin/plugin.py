@@ -1,8 +1,8 @@
 """Plugin for vLLM: it fetches adapters named `sha256:<digest>` from Loraplex's store, so no gateway has to load them.
 
 Two entry points, both named `loraplex`, in this package's pyproject.toml. `register` runs in each of vLLM's processes.
-`Announcement` runs in the API server only, once the base model is known; its metric tells gateways that the server has
-the plugin. Without LORAPLEX_ADAPTER_STORE both do nothing.
+`ResolverInfoMetric` runs in the API server only, once the base model is known; the metric tells gateways that the
+server has the plugin. Without LORAPLEX_ADAPTER_STORE both do nothing.
 """
 
 import asyncio
@@ -69,8 +69,8 @@ class _Request(LoRARequest, weakref=True):  # type: ignore[call-arg]
     """A LoRARequest to which a weak reference may point."""
 
 
-class Announcement(StatLoggerBase):
-    """Publisher of the base model's digest and of the device, as a metric.
+class ResolverInfoMetric(StatLoggerBase):
+    """Constant metric with the base model's digest and the device. It shows gateways that the server has the plugin.
 
     vLLM makes it at its start and gives it the configuration.
     """
