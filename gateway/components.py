@@ -195,7 +195,7 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
     report_others(folder)
     journal = Journal(folder, settings.journal_bytes)
     stream = UsageStream(redis, settings.redis_timeout)
-    ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
+    ledger = Ledger(UsageWriter(database), stream, journal, settings.max_ledger_waiting_rows)
     quota = Quota(
         redis,
         settings.redis_timeout,

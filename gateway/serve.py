@@ -148,7 +148,7 @@ async def listening(
             running(collect_when_calm(lambda: limiter.num_busy)),
         ):
             yield f"http://{host}:{runner.addresses[0][1]}"
-        await app[DRAIN].run(runner, settings.drain_delay)
+        await app[DRAIN].run(runner, settings.shutdown_delay)
         app[DRAIN].end_requests(settings.shutdown_seconds)
     finally:
         # The metrics server stops last, so that a scrape sees the drain.

@@ -108,7 +108,7 @@ class Settings:
     request_timeout: types.Seconds = 3600.0
     # Time limit of an adapter upload including its check, and its minimum average rate in bytes a second.
     upload_timeout: types.Seconds = 3600.0
-    upload_min_rate: types.Bytes = 16 * 2**10
+    min_upload_rate: types.Bytes = 16 * 2**10
     # Local folder for the copies and uploads of a store at s3://, and its size limit.
     adapter_cache: Path = Path("~/.cache/loraplex/adapters")
     adapter_cache_bytes: types.Bytes = 16 * 2**30
@@ -119,9 +119,9 @@ class Settings:
     import_hub: types.Text = "https://huggingface.co"
     # Maximum rank of an uploaded adapter. None: the largest that an engine reports, 64 before any report.
     max_lora_rank: types.Number | None = None
-    # A client with unread bytes of an answer is disconnected if it reads less than `min_read_rate` bytes a second for
-    # this long.
-    client_timeout: types.Seconds = 60.0
+    # A client with unread bytes of an answer is disconnected if it reads less than `min_read_rate` bytes a second on
+    # average over this time.
+    slow_reader_seconds: types.Seconds = 60.0
     min_read_rate: types.Rate = 1024.0
     # Maximum size of an answer that is not streamed. A request whose tokens, choices and log-probabilities could exceed
     # it is refused.
@@ -146,10 +146,10 @@ class Settings:
     trust_traceparent: bool = False
     # Template of the URL of a request's trace, for the link on the request's page; None: no link.
     trace_url: types.TraceUrl | None = None
-    # Seconds for which running requests continue after SIGTERM and `drain_delay`.
+    # Seconds for which running requests continue after SIGTERM and `shutdown_delay`.
     shutdown_seconds: types.Seconds = 20.0
     # Seconds after SIGTERM in which `/readyz` is 503 while requests are still accepted; `shutdown_seconds` follows.
-    drain_delay: types.Delay = 0.0
+    shutdown_delay: types.Delay = 0.0
     # Maximum age of a browser's session, and maximum time without use.
     session_seconds: types.Seconds = 43_200.0
     session_idle_seconds: types.Seconds = 3600.0
@@ -166,7 +166,7 @@ class Settings:
     # Maximum wait for the database at the start of a gateway.
     database_wait: types.Delay = 30.0
     # Maximum number of usage rows that wait while SQL is away; beyond it no request is admitted.
-    ledger_queue: types.Number = 20_000
+    max_ledger_waiting_rows: types.Number = 20_000
     # Folder of the usage journal, used while Redis is away: one for a host, on a disk that outlives the process.
     journal_dir: Path = Path("~/.local/state/loraplex/journal")
     journal_bytes: types.Bytes = 256 * 2**20
@@ -243,7 +243,14 @@ class Settings:
 # Variables of earlier releases, without the prefix, and their names now. A former name alone is refused, because a
 # setting that is not read would change the gateway silently. With the new name beside it, gateways of both releases can
 # share one environment during an upgrade.
-RENAMED = {"ENGINE_SILENCE": "ENGINE_HEARTBEAT_TIMEOUT", "LEAST_READ_RATE": "MIN_READ_RATE"}
+RENAMED = {
+    "CLIENT_TIMEOUT": "SLOW_READER_SECONDS",
+    "DRAIN_DELAY": "SHUTDOWN_DELAY",
+    "ENGINE_SILENCE": "ENGINE_HEARTBEAT_TIMEOUT",
+    "LEAST_READ_RATE": "MIN_READ_RATE",
+    "LEDGER_QUEUE": "MAX_LEDGER_WAITING_ROWS",
+    "UPLOAD_MIN_RATE": "MIN_UPLOAD_RATE",
+}
 
 # Conditions on several settings: the setting that the error names, the other settings, a function of their values in
 # this order that returns whether they fit, and the error.

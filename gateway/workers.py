@@ -134,7 +134,7 @@ class Supervisor:
         for process in self._workers.values():
             if process.is_alive():
                 process.terminate()
-        deadline = time.monotonic() + self._settings.drain_delay + self._settings.shutdown_seconds + STOP_SECONDS
+        deadline = time.monotonic() + self._settings.shutdown_delay + self._settings.shutdown_seconds + STOP_SECONDS
         for process in self._workers.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

@@ -99,7 +99,7 @@ def test_the_short_form_for_one_base_model_is_both_settings_or_none(environ: dic
         ("MODEL_DIR", "/no/such/folder"),
         ("REDIS_TIMEOUT", "0"),
         ("ENGINE_HEARTBEAT_TIMEOUT", "0"),
-        ("DRAIN_DELAY", "-1"),
+        ("SHUTDOWN_DELAY", "-1"),
         ("DATABASE_WAIT", "nan"),
         ("MAX_MODEL_LEN", "-5"),
         ("MIGRATE_ON_START", "perhaps"),

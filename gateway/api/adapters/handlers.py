@@ -360,7 +360,7 @@ def upload_rules(settings: Settings) -> UploadRules:
         max_bytes=settings.max_upload_bytes,
         seconds=settings.upload_timeout,
         read_seconds=settings.body_timeout,
-        min_rate=settings.upload_min_rate,
+        min_rate=settings.min_upload_rate,
         grace_seconds=settings.body_timeout,
     )
 

@@ -360,5 +360,5 @@ def make_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
         reader_bytes=settings.reader_buffer_bytes,
         total_bytes=settings.answer_memory_bytes,
         min_read_rate=settings.min_read_rate,
-        window=settings.client_timeout,
+        window=settings.slow_reader_seconds,
     )

@@ -124,7 +124,7 @@ async def test_the_tenants_with_the_most_rows_are_published(
 async def test_a_gateway_refuses_the_tenant_that_fills_the_queue_and_serves_another(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
-    of = settings(tmp_path, model_dir, [upstream.url], redis_url, ledger_queue=12)
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, max_ledger_waiting_rows=12)
     async with running(of) as gateway:
         greedy, other = await gateway.tenant("greedy"), await gateway.tenant("other")
         records = Database(of.database_url)

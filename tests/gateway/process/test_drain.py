@@ -55,7 +55,7 @@ async def keep_asking(url: str, key: str, enough: asyncio.Event) -> int:
 async def test_restarts_of_one_of_two_fail_no_request(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
-    patient = {"shutdown_seconds": 60.0, "drain_delay": 0.5, "port": free_ports(1), "workers": 2, "metrics_port": 0}
+    patient = {"shutdown_seconds": 60.0, "shutdown_delay": 0.5, "port": free_ports(1), "workers": 2, "metrics_port": 0}
     of = settings(tmp_path, model_dir, [upstream.url], redis_url, **patient)
     async with running(of) as stays:
         tenant = await stays.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
@@ -77,7 +77,7 @@ async def test_restarts_of_one_of_two_fail_no_request(
 async def test_a_gateway_that_leaves_says_so_before_it_stops_listening(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
 ):
-    of = settings(tmp_path, model_dir, [upstream.url], redis_url, port=free_ports(1), drain_delay=3600.0)
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, port=free_ports(1), shutdown_delay=3600.0)
     with pytest.raises(Seen):
         await see_it_leave(of)
 

@@ -134,7 +134,7 @@ async def check_billed(gateway: Gateway, client: Client, upstream: Upstream) -> 
 async def test_a_reader_below_the_minimum_rate_is_cut_off_and_billed(
     stream: bool, serve: Any, ask: Ask, upstream: Upstream
 ):
-    async with serve(max_model_len=LONG, client_timeout=1.0) as gateway:
+    async with serve(max_model_len=LONG, slow_reader_seconds=1.0) as gateway:
         slow = await gateway.tenant("slow", **MANY)
         # A stream is cut off in the middle; a whole answer has ended by then.
         tokens, pad = (1000, 2**16) if stream else (3, 7 * 2**20)
@@ -252,7 +252,7 @@ async def test_a_break_of_a_server_without_instances_is_a_death(serve: Any, ask:
 
 
 async def test_a_reader_that_keeps_up_with_the_minimum_rate_gets_all(serve: Any, ask: Ask):
-    async with serve(client_timeout=4.0, min_read_rate=50_000.0) as gateway:
+    async with serve(slow_reader_seconds=4.0, min_read_rate=50_000.0) as gateway:
         acme = await gateway.tenant("acme", **MANY)
         size = 2**20
         reader = await ask(gateway, acme, x_engine={"pad": size})

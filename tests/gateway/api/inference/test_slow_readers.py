@@ -38,7 +38,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_buffers")
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reader_of_some_bytes_a_second_is_cut_off_and_billed(stream: bool, serve: Any, upstream: Upstream):
-    of = {"max_model_len": LONG, "client_timeout": 2.0, "min_read_rate": MIN_READ_RATE}
+    of = {"max_model_len": LONG, "slow_reader_seconds": 2.0, "min_read_rate": MIN_READ_RATE}
     # A bare socket, because a stream reads ahead.
     with socket.socket() as plain:
         async with serve(**of) as gateway:
@@ -81,7 +81,7 @@ async def test_a_reader_of_some_bytes_a_second_is_cut_off_and_billed(stream: boo
 @pytest.mark.usefixtures("small_buffers")
 async def test_an_unread_answer_counts_and_is_cut_off_also_if_its_connection_closes_behind_it(serve: Any, ask: Ask):
     """The server has nothing left to write, so it closes the connection and only the unread bytes keep it."""
-    async with serve(client_timeout=1.5) as gateway:
+    async with serve(slow_reader_seconds=1.5) as gateway:
         acme, seen = await gateway.tenant("acme", **MANY), []
         await ask(gateway, acme, ends=True, x_engine={"pad": 500_000})
 

@@ -65,7 +65,7 @@ async def ask() -> AsyncIterator[Ask]:
 async def test_readers_below_the_minimum_rate_are_cut_off_and_free_their_places(
     serve: Any, ask: Ask, database: Database
 ):
-    async with serve(client_timeout=2.0, **SMALL) as gateway:
+    async with serve(slow_reader_seconds=2.0, **SMALL) as gateway:
         await fill(database, FEW_ROWS)
         readers = [await ask(gateway, path) for path in (*[USAGE] * EXPORTS, LOG)]
 
@@ -105,7 +105,7 @@ async def test_an_export_ends_at_its_deadline(
 async def test_a_reader_that_keeps_up_with_the_minimum_rate_gets_the_whole_file(
     serve: Any, ask: Ask, database: Database
 ):
-    async with serve(client_timeout=0.5, min_read_rate=100_000.0, **SMALL) as gateway:
+    async with serve(slow_reader_seconds=0.5, min_read_rate=100_000.0, **SMALL) as gateway:
         await fill(database, ROWS)
         reader, got = await ask(gateway, LOG), b""
         while not got.endswith(b"0\r\n\r\n"):

@@ -187,7 +187,7 @@ async def _none(look: Callable[..., list[Any]], *arguments: Any) -> bool:
 
 
 async def test_an_upload_has_a_minimum_rate_and_a_deadline(start: Start, tmp_path: Path):
-    async with start(upload_min_rate=1_000_000, body_timeout=0.3) as gateway:
+    async with start(min_upload_rate=1_000_000, body_timeout=0.3) as gateway:
         acme = await gateway.tenant("acme")
         got = await asyncio.wait_for(trickle(acme), 30)
         assert (got.status, got.error["code"]) == (408, "request_timeout")
@@ -202,13 +202,13 @@ async def test_an_upload_has_a_minimum_rate_and_a_deadline(start: Start, tmp_pat
 async def test_an_upload_below_the_minimum_rate_is_refused(start: Start):
     """The rate counts although no pause between the bytes is too long."""
     body = form({"file": tarred(files() | {"optimizer.pt": bytes(128 << 10)})})
-    async with start(upload_min_rate=1_000_000, body_timeout=1.0) as gateway:
+    async with start(min_upload_rate=1_000_000, body_timeout=1.0) as gateway:
         acme = await gateway.tenant("acme")
         slow = acme.call("POST", "/v1/adapters", data=in_pieces(body, 2 << 10, 0.1), headers=MULTIPART)
         got = await asyncio.wait_for(slow, 30)
         assert (got.status, got.error["code"]) == (408, "request_timeout")
         assert "more slowly than 1000000 bytes" in got.error["message"]
-    async with start(upload_min_rate=10_000, body_timeout=1.0, migrate_on_start=False) as gateway:
+    async with start(min_upload_rate=10_000, body_timeout=1.0, migrate_on_start=False) as gateway:
         globex = await gateway.tenant("globex")
         # It takes longer than the time before the rate counts.
         made = await globex.call("POST", "/v1/adapters", data=in_pieces(body, 8 << 10, 0.1), headers=MULTIPART)

@@ -46,7 +46,7 @@ async def put(client: Client, upload: str, start: int, part: bytes, path: str = 
 
 async def test_a_tenants_uploads_share_a_rate(start: Start, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(receiving, "_RATE", ByteRate(4 * MIB))
-    async with start(upload_min_rate=100 * MIB) as gateway_:
+    async with start(min_upload_rate=100 * MIB) as gateway_:
         acme, other = await gateway_.tenant("acme"), await gateway_.tenant("other")
         begun = [await begin(each) for each in (acme, other)]
         uploads = [each.json["id"] for each in begun]
