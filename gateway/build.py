@@ -313,7 +313,7 @@ def _build_admission(resources: Resources, records: Records, billing: Billing, s
         prompts=prompts,
         quota=billing.quota,
         prices=records.price_list,
-        fleet=serving.fleet,
+        dispatcher=serving.dispatcher,
         accounting=billing.accounting,
         metrics=resources.metrics,
     )
@@ -331,7 +331,7 @@ def _inference_handlers(
     settings = resources.settings
     completions = Completions(
         admission=admission,
-        fleet=serving.fleet,
+        dispatcher=serving.dispatcher,
         accounting=billing.accounting,
         metrics=resources.metrics,
         deliveries=deliveries,

@@ -23,7 +23,7 @@ from gateway.fleet.discovery.discovery import Announcements, Discovery
 from gateway.fleet.discovery.drains import Drains
 from gateway.fleet.discovery.health_checks import HealthChecks
 from gateway.fleet.discovery.registry import Registry
-from gateway.fleet.dispatch import Fleet
+from gateway.fleet.dispatch import Dispatcher
 from gateway.fleet.engine_tokenizer import EngineTokenizer
 from gateway.fleet.failures.isolation import Isolation
 from gateway.fleet.failures.kept_engine import KeptEngine
@@ -130,7 +130,7 @@ class Serving:
     tokenizers: Tokenizers
     pinning: Pinning
     operator_prefetch: OperatorPrefetch
-    fleet: Fleet
+    dispatcher: Dispatcher
 
 
 def build_records(resources: Resources) -> Records:
@@ -250,9 +250,9 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
     quarantine.is_alone = isolation.is_alone
     attempt_runner, prefetch = AttemptRunner(registry, client, quarantine), Prefetch(client.send_hint)
-    fleet = Fleet(registry, attempt_runner, queues, timeout, isolation, engine_service, prefetch, bases)
+    dispatcher = Dispatcher(registry, attempt_runner, queues, timeout, isolation, engine_service, prefetch, bases)
     pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))
-    pinning = Pinning(registry.of_base, pinned.get, client.send_pins, fleet.rates)
+    pinning = Pinning(registry.of_base, pinned.get, client.send_pins, dispatcher.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     own = None if resources.model is None else (resources.model.base.name, resources.model.tokenizer)
 
@@ -277,5 +277,5 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         tokenizers=Tokenizers(EngineTokenizer(registry, kinds).tokens, own),
         pinning=pinning,
         operator_prefetch=OperatorPrefetch(registry, client.send_hint),
-        fleet=fleet,
+        dispatcher=dispatcher,
     )

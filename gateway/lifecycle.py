@@ -141,7 +141,7 @@ class Lifecycle:
         ):
             yield
         await serving.quarantine.leave()
-        await serving.fleet.prefetch.close()
+        await serving.dispatcher.prefetch.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
         ledger, refusals = self._gateway.billing.ledger, self._gateway.records.refusals

@@ -78,8 +78,8 @@ class Answering(msgspec.Struct, frozen=True):
     check_cut_off: Callable[[], Awaitable[bool]]
 
 
-class Fleet:
-    """Dispatcher to all engines.
+class Dispatcher:
+    """Dispatcher of requests to all engines.
 
     first_byte_seconds: time limit for the first byte, over all engines that are tried. isolation: the isolation of the
     same registry.

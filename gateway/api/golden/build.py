@@ -25,7 +25,7 @@ def build_golden(
     requests = GoldenRequests(
         admission=admission,
         auth=records.auth,
-        fleet=serving.fleet,
+        dispatcher=serving.dispatcher,
         accounting=billing.accounting,
         metrics=metrics,
         body_memory=body_memory,

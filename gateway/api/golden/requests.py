@@ -22,7 +22,7 @@ from gateway.errors import AdapterMismatch, RateLimited, UpstreamFailed
 from gateway.fleet.calls import receipts
 from gateway.fleet.calls.answers import Fields, decode_progress, read_answer, read_usage
 from gateway.fleet.calls.call import Call, EngineRefused
-from gateway.fleet.dispatch import AttemptLog, Fleet
+from gateway.fleet.dispatch import AttemptLog, Dispatcher
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.service_meter import Reported
 from gateway.fleet.queueing.waiting import CHECKS_PRIORITY
@@ -97,7 +97,7 @@ class GoldenRequests:
         admission: Admission,
         accounting: Accounting,
         auth: Authenticator,
-        fleet: Fleet,
+        dispatcher: Dispatcher,
         metrics: Metrics,
         request_timeout: float,
     ) -> None:
@@ -105,7 +105,7 @@ class GoldenRequests:
         self._admission = admission
         self._accounting = accounting
         self._auth = auth
-        self._fleet = fleet
+        self._dispatcher = dispatcher
         self._metrics = metrics
         self._request_timeout = request_timeout
 
@@ -175,7 +175,7 @@ class GoldenRequests:
         return answer
 
     async def _answer(self, call: Call, attempt_log: _CheckedLog) -> GoldenAnswer:
-        async with self._fleet.open(call, attempt_log) as answering:
+        async with self._dispatcher.open(call, attempt_log) as answering:
             engine = answering.engine
             software = engine.software
             try:

@@ -20,7 +20,7 @@ from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.lease_note import lease_note
 from gateway.billing.targets import target_of
 from gateway.errors import REQUEST_ID, RateLimited, Unavailable
-from gateway.fleet.dispatch import Fleet
+from gateway.fleet.dispatch import Dispatcher
 from gateway.metrics import Metrics
 from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
@@ -58,7 +58,7 @@ class Admission:
         prompts: PromptReader,
         quota: Quota,
         prices: PriceList,
-        fleet: Fleet,
+        dispatcher: Dispatcher,
         accounting: Accounting,
         metrics: Metrics,
     ) -> None:
@@ -66,7 +66,7 @@ class Admission:
         self._prompts = prompts
         self._quota = quota
         self._prices = prices
-        self._fleet = fleet
+        self._dispatcher = dispatcher
         self._accounting = accounting
         self._metrics = metrics
         self._limiter = ConcurrencyLimiter(sys.maxsize, ADMISSIONS_EACH)
@@ -139,7 +139,7 @@ class Admission:
         """Reserve a request's amounts on the tenant's limits. A refusal counts as a missed `ttft_target`."""
         tenant = principal.tenant
         with self._refusals_counted(tenant, asked):
-            await self._fleet.check(tenant.id, model, asked.named, asked.choices)
+            await self._dispatcher.check(tenant.id, model, asked.named, asked.choices)
             self._accounting.check_room(tenant.id)
             base = self._catalog.bases.name_of(model.base)
             price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
@@ -152,7 +152,7 @@ class Admission:
                     asked.max_tokens,
                     choices=asked.choices * weights.completion,
                     price=weights.price(price),
-                    grows=asked.stream or self._fleet.keeps_allowances(model.base),
+                    grows=asked.stream or self._dispatcher.keeps_allowances(model.base),
                     currency=self._prices.currency,
                     by_default=asked.has_default_length,
                 ),

@@ -34,7 +34,7 @@ from gateway.errors import (
 from gateway.fleet.calls import receipts
 from gateway.fleet.calls.answers import EngineLost, Fields, object_parts, public_error, read_answer, read_events
 from gateway.fleet.calls.call import Call, EngineRefused
-from gateway.fleet.dispatch import Answering, Fleet
+from gateway.fleet.dispatch import Answering, Dispatcher
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request
 from wire.headers import RECEIPT_HEADER
@@ -57,7 +57,7 @@ class Completions:
         self,
         *,
         admission: Admission,
-        fleet: Fleet,
+        dispatcher: Dispatcher,
         accounting: Accounting,
         metrics: Metrics,
         deliveries: Deliveries,
@@ -65,7 +65,7 @@ class Completions:
         time_limit: TimeLimit,
     ) -> None:
         self._admission = admission
-        self._fleet = fleet
+        self._dispatcher = dispatcher
         self._accounting = accounting
         self._metrics = metrics
         self._deliveries = deliveries
@@ -118,7 +118,7 @@ class Completions:
             async with AsyncExitStack() as stack:
                 delivery = stack.enter_context(self._deliveries.open(request, account.principal.tenant.id))
                 async with self._time_limit(account):
-                    answering = await stack.enter_async_context(self._fleet.open(call, account))
+                    answering = await stack.enter_async_context(self._dispatcher.open(call, account))
                     stack.enter_context(_mark_mismatch(answering))
                     self._admission.forms.served(call.tenant.id, request.get(FORM))
                     account.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))

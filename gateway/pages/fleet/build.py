@@ -20,7 +20,7 @@ def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serv
     """Return the objects of these pages, and those of the JSON routes of engines."""
     registry, history = serving.registry, serving.history
     acts = AdminEngines(registry=registry, drains=serving.drains, audit=records.audit)
-    residents = Residents(registry=registry, rates=serving.fleet.rates, residency=Residency(resources.database))
+    residents = Residents(registry=registry, rates=serving.dispatcher.rates, residency=Residency(resources.database))
     probes = Probes(resources.database)
     bases = AdminBases(records.bases, registry, probes, records.prices, records.price_list, records.auth)
     return [
