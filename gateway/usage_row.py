@@ -8,8 +8,8 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Id = Annotated[str, Meta(max_length=32)]
-# Characters of a request's `user` that records keep.
-MAX_USER_CHARS = 128
+# Characters of a request's `user`, and of an engine's reason for an answer's end, that records keep.
+MAX_USER_CHARS, MAX_REASON_CHARS = 128, 32
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     latency_ms: Count
     ttft_ms: Count | None
     status: Annotated[str, Meta(max_length=16)]
-    finish_reason: Annotated[str, Meta(max_length=32)] | None
+    finish_reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)] | None
     created_at: Annotated[datetime, Meta(tz=True)]
     served_digest: Annotated[str, Meta(max_length=64)] | None = None
     surcharge: Count = 0
@@ -67,7 +67,7 @@ def shown_user(user: str | None) -> str | None:
 
 
 def printable(text: str, most: int) -> str:
-    """Return the first characters of a client's text, with U+FFFD for each that is not printable."""
+    """Return the first characters of a client's or engine's text, with U+FFFD for each that is not printable."""
     return "".join(char if char.isprintable() else "\ufffd" for char in text[:most])
 
 

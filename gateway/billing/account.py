@@ -21,7 +21,6 @@ from gateway.errors import AdapterMismatch, ClientGone, Forbidden, InvalidKey, U
 from gateway.fleet.calls.answers import (
     Choice,
     Fields,
-    ReportedProgress,
     Usage,
     decode_choices,
     decode_progress,
@@ -36,7 +35,7 @@ from gateway.quota.quota import Quota
 from gateway.quota.reservation import LeaseEnd, Reservation
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
-from gateway.usage_row import UsageRow, encode, shown_user
+from gateway.usage_row import MAX_REASON_CHARS, UsageRow, encode, printable, shown_user
 from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ class Account:
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.choices, self.is_whole = asked.choices, not asked.stream
+        self._shares_prompts = (asked.body.get("n") or 1) > 1
         self.target = target_of(asked, principal.tenant)
         self.hold = reservation.hold
         if self.hold is not None:
@@ -196,7 +196,7 @@ class Account:
         if progress is not None:
             self.observe_receipt(progress.adapter_digest)
             self.rate_end.by_engine = progress.ended_by_allowance is True
-        counts = read_usage(event) or progress
+        counts = read_usage(event) or (None if progress is None else progress.usage)
         if counts is not None:
             self._count(counts)
         else:
@@ -204,10 +204,11 @@ class Account:
             self.completion_tokens += sum(choice.has_text for choice in choices)
         self._progressed()
         for choice in choices:
-            self.begun_choices.add(_int(choice.index, 0))
+            index = choice.index if choice.index in range(self.choices) else 0
+            self.begun_choices.add(index)
             if isinstance(choice.finish_reason, str):
-                self.finish_reason = choice.finish_reason
-                self.ended_choices.add(_int(choice.index, 0))
+                self.finish_reason = printable(choice.finish_reason, MAX_REASON_CHARS)
+                self.ended_choices.add(index)
 
     def _progressed(self) -> None:
         if self.on_progress is not None and self.used_engines.engine is not None:
@@ -255,11 +256,15 @@ class Account:
             base=self.base,
         )
 
-    def _count(self, counts: Usage | ReportedProgress) -> None:
-        self.prompt_tokens = _int(counts.prompt_tokens, self.prompt_tokens)
-        self.completion_tokens = _int(counts.completion_tokens, self.completion_tokens)
-        self.cached_tokens = _int(counts.cached_tokens, self.cached_tokens)
-        self._knows_cached |= isinstance(counts.cached_tokens, int)
+    def _count(self, counts: Usage) -> None:
+        if counts.prompt_tokens is not None:
+            self.prompt_tokens = counts.prompt_tokens
+        if counts.completion_tokens is not None:
+            self.completion_tokens = min(counts.completion_tokens, self.reservation.max_tokens * self.choices)
+        # vLLM and SGLang count tokens as cached that only another choice of the same prompt has computed.
+        if counts.cached_tokens is not None and (self.used_engines.remembers or not self._shares_prompts):
+            self.cached_tokens, self._knows_cached = counts.cached_tokens, True
+        self.cached_tokens = min(self.cached_tokens, self.prompt_tokens)
 
 
 class Accounting:
@@ -392,7 +397,3 @@ class Accounting:
         except Unavailable as error:
             log.info("request %s is settled with the counts received so far: %s", account.reservation.request_id, error)
             return False
-
-
-def _int(value: Any, otherwise: int) -> int:
-    return value if isinstance(value, int) else otherwise

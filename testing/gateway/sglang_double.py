@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble, token_counts
+from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble, number_of_sequences, token_counts
 
 API_KEY = "the-key-of-one-sglang-server"
 
@@ -82,7 +82,8 @@ class SglangDouble(ForeignDouble):
     """Double of an SGLang server.
 
     info: body of `/server_info`. known: every adapter ever loaded, which SGLang loads again by itself after an unload.
-    ignored: fields that a real server would not read.
+    ignored: fields that a real server would not read. sums_cached: whether the cached tokens of each choice are added,
+    as in SGLang's earlier releases, though the prompt's tokens count once.
     """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
@@ -115,6 +116,7 @@ class SglangDouble(ForeignDouble):
         self.info_status = 200
         self.known: dict[str, str] = {}
         self.ignored: set[str] = set()
+        self.sums_cached = False
         # Error of the next request: a status, or a stream's error type.
         self.fail_request: tuple[int, str, str] | None = None
         # Keys of the prefix cache: the request's salt and adapter, and the prompt.
@@ -215,6 +217,8 @@ class SglangDouble(ForeignDouble):
     async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
         made = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         cached, of_all = self.cached_tokens(body), envelope(body, is_chat)
+        if self.sums_cached:
+            cached *= number_of_sequences(body)
         if body.get("stream"):
             pieces = [{"delta": {"content": "a"}} if is_chat else {"text": "a"}] * made
             failure = None if self.fail_request is None else error_detail(*self.fail_request)

@@ -24,7 +24,7 @@ class VllmDouble(ForeignDouble):
     that reports no device. block_size: tokens in a KV block, by default; 128 on a CPU. polls: number of reads of the
     metrics. prefill: the server from
     which this one fetches a prompt's blocks. kept: the prompts whose blocks are here, by request. fetched: number of
-    prompts whose blocks came from `prefill`.
+    prompts whose blocks came from `prefill`. finish_reason: that of whole answers.
     """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
@@ -44,6 +44,7 @@ class VllmDouble(ForeignDouble):
         self.kept: dict[str, tuple[Any, ...]] = {}
         self.fetched = 0
         self.has_connector = True
+        self.finish_reason = "length"
         self.hold_unloads = asyncio.Event()
         self.hold_unloads.set()
         self.hold_loads = asyncio.Event()
@@ -164,7 +165,7 @@ class VllmDouble(ForeignDouble):
         if body.get("stream"):
             pieces = [{"text": "a"}] * made
             return await self._stream(request, body["stream_options"], envelope(body), pieces, usage)
-        choice = {"index": 0, "text": "a" * made, "finish_reason": "length", "stop_reason": None}
+        choice = {"index": 0, "text": "a" * made, "finish_reason": self.finish_reason, "stop_reason": None}
         whole = {**envelope(body), "choices": [choice], "usage": usage(made), "kv_transfer_params": kept}
         return web.json_response(whole)
 

@@ -26,6 +26,9 @@ LARGE_BYTES = 2**20
 # Larger fields of a choice are not decoded.
 SMALL_BYTES = 2**12
 
+# Largest count of tokens that is believed, so that sums of counts fit the database's integers.
+MAX_TOKENS = 2**31 - 1
+
 # Time-out between two pieces of a whole answer, which the engine sends only when its body is complete.
 BODY_SECONDS = 60.0
 
@@ -149,13 +152,22 @@ class ReportedProgress(msgspec.Struct):
     ended_by_allowance: Any = None
     finish_reason: Any = None
 
+    @property
+    def usage(self) -> "Usage":
+        return Usage.of(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
 
 class Usage(NamedTuple):
-    """Token counts of an answer's `usage`, unchecked; None where the engine sends none."""
+    """Token counts of an answer or event; None where the engine sends none, or one that no request can have."""
 
-    prompt_tokens: Any
-    completion_tokens: Any
-    cached_tokens: Any
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    cached_tokens: int | None
+
+    @classmethod
+    def of(cls, *counts: Any) -> "Usage":
+        """Check the counts of an engine, in the order of the fields: a foreign server may send any value."""
+        return cls(*(each if type(each) is int and 0 <= each <= MAX_TOKENS else None for each in counts))
 
 
 _choices = msgspec.json.Decoder(list[Choice] | None)
@@ -336,7 +348,7 @@ def read_usage(fields: Fields) -> Usage | None:
         return None
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return Usage(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
+    return Usage.of(usage.get("prompt_tokens"), usage.get("completion_tokens"), cached)
 
 
 def decode_progress(fields: Fields) -> ReportedProgress | None:

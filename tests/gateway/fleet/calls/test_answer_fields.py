@@ -231,6 +231,9 @@ def test_progress_of_another_form_is_ignored_and_malformed_json_is_the_engines_f
         (b'{"prompt_tokens":9,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":4}}', (9, 3, 4)),
         (b'{"prompt_tokens":9,"completion_tokens":3,"prompt_tokens_details":null}', (9, 3, None)),
         (b'{"completion_tokens":3,"prompt_tokens_details":[1]}', (None, 3, None)),
+        (b'{"prompt_tokens":-9,"completion_tokens":true,"prompt_tokens_details":{"cached_tokens":4.0}}', (None,) * 3),
+        (b'{"prompt_tokens":2147483648,"completion_tokens":2147483647}', (None, 2**31 - 1, None)),
+        (b'{"prompt_tokens":"9","completion_tokens":1e3}', (None,) * 3),
         (b"null", None),
         (b"[1]", None),
     ],
@@ -238,3 +241,9 @@ def test_progress_of_another_form_is_ignored_and_malformed_json_is_the_engines_f
 def test_usage_of_another_form_has_no_counts(text: bytes, expected: tuple[int | None, ...] | None):
     """Details that were no object raised AttributeError."""
     assert read_usage({"usage": Raw(text)}) == expected
+
+
+def test_progress_of_impossible_counts_has_none():
+    found = decode_progress({"loraplex": Raw(b'{"completion_tokens":-1,"prompt_tokens":7,"cached_tokens":"3"}')})
+    assert found is not None
+    assert found.usage == (7, None, None)

@@ -253,6 +253,23 @@ async def test_prompts_are_cached_apart_by_tenant_adapter_and_the_clients_salt(b
     assert await cached(other) > 0
 
 
+async def test_several_choices_make_no_prompt_cheaper_by_cached_tokens(both: tuple[Gateway, SglangDouble]):
+    """With a sum of 16 times the prompt the request cost less than nothing, and was never settled."""
+    gateway, sglang = both
+    sglang.sums_cached = True
+    # A token costs 0.001, and a cached one nothing.
+    price = {"input": 10**9, "cached": 0, "output": 10**9}
+    assert (await gateway.admin.call("PUT", f"/admin/api/prices/{BASE_MODEL}", json=price)).status == 200
+    acme = await gateway.tenant("acme", max_concurrent=1)
+    for choices in (1, 1, 16, 1):
+        assert (await acme.complete(max_tokens=1, n=choices)).status == 200
+    await until(lambda: billed(acme, (4, 4 * PROMPT_TOKENS, 4)))
+    [row] = await acme.usage()
+    # The second and the fourth request find all but the last token in the cache.
+    assert row["cached_tokens"] == 2 * (PROMPT_TOKENS - 1)
+    assert row["cost_micros"] == 1000 * (4 * PROMPT_TOKENS + 4 - 2 * (PROMPT_TOKENS - 1))
+
+
 async def test_a_redirect_carries_no_prompt_and_no_key(both: tuple[Gateway, SglangDouble]):
     gateway, sglang = both
     async with Elsewhere().serving() as elsewhere:
