@@ -1,6 +1,6 @@
 """The sequences in flight, on the event loop: their places, their groups, and their end when the core fails or stops.
 
-Knows the core only as `engine.core.client.Core`.
+Knows the core only as `engine.core.client.CoreClient`.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from engine.answering.sequence_group import SequenceGroup
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.core.messages import NO_RULES, TokenRules
 from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.outputs import next_output, without_arrays
@@ -25,7 +25,7 @@ class InFlight:
 
     def __init__(
         self,
-        core: Core,
+        core: CoreClient,
         *,
         max_requests: int,
         on_step: Callable[[float, Sequence[RequestOutput]], None] = lambda *_: None,

@@ -16,7 +16,7 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from engine.answering.duty_cycle import DutyCycle
 from engine.answering.errors import ApiError, ModelNotFound
 from engine.answering.in_flight import InFlight
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.core.messages import AdapterFacts, Inspection
 from engine.errors import EngineUnavailable, QueueFull
 from wire.bounded_dict import BoundedDict
@@ -50,7 +50,7 @@ class ModelRegistry:
     def __init__(
         self,
         base_name: str,
-        core: Core,
+        core: CoreClient,
         in_flight: InFlight,
         refused: Callable[[], object],
     ) -> None:

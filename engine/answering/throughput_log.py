@@ -5,7 +5,7 @@ import logging
 import time
 from collections import Counter
 
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.errors import EngineUnavailable
 from engine.scheduling.drafter import Outcome
 from engine.state import EngineState
@@ -23,7 +23,7 @@ _REASONS: dict[Outcome, str] = {
 }
 
 
-async def log_throughput(core: Core) -> None:
+async def log_throughput(core: CoreClient) -> None:
     """Log a line every `EVERY_S` seconds, until the engine has failed or is shut down."""
     try:
         before, read_at = (await core.state()).state, time.monotonic()

@@ -1,4 +1,4 @@
-"""The front's side of the messages: a loaded engine's core as the server sees it.
+"""The front's side of the messages: a client of a loaded engine's core.
 
 Commands of one iteration of the event loop leave in one frame. A link carries frames to the core, which may run in a
 thread of this process or in a process of its own; everything else is the same.
@@ -49,7 +49,7 @@ class CoreEvents(Protocol):
 
 
 class Link(Protocol):
-    """Connection to a core. Delivers the core's frames to `Core.receive`, and calls `Core.lost` if it breaks.
+    """Connection to a core. Delivers the core's frames to `CoreClient.receive`. Calls `CoreClient.lost` if it breaks.
 
     pid: the core's process, None if it is this one.
     """
@@ -66,8 +66,8 @@ class Link(Protocol):
         ...
 
 
-class Core:
-    """A core behind a link. Call every method on the event loop.
+class CoreClient:
+    """Client of a core behind a link. Call every method on the event loop.
 
     facts: constants of the engine, set by `load`. failure: the text for clients once the core has failed; set before
     `CoreEvents.failed` is called.

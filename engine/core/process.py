@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, cast
 
 from engine.config import CoreForm, EngineConfig
-from engine.core.client import Core, Link
+from engine.core.client import CoreClient, Link
 from engine.core.frames import Frames, head
 from kernels.devices import kind_of
 
@@ -34,7 +34,7 @@ def form_of(config: EngineConfig) -> CoreForm:
     return "thread" if kind_of(config.device).is_host else "process"
 
 
-async def open_link(core: Core, config: EngineConfig) -> Link:
+async def open_link(core: CoreClient, config: EngineConfig) -> Link:
     """Start a core in its form. Raises OSError."""
     return await InProcess.open(core) if form_of(config) == "process" else InThread(core)
 
@@ -45,7 +45,7 @@ class InThread:
     service: "CoreService"
     pid = None
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: CoreClient) -> None:
         from engine.core.service import CoreService  # loads torch
 
         event_loop = asyncio.get_running_loop()
@@ -65,14 +65,14 @@ class InThread:
 class InProcess(asyncio.Protocol):
     """A core in a child process. Create it by `open`. pid: the child's process id."""
 
-    def __init__(self, core: Core, child: subprocess.Popen[bytes]) -> None:
+    def __init__(self, core: CoreClient, child: subprocess.Popen[bytes]) -> None:
         self._core, self._child = core, child
         self._frames = Frames()
         self._closing = False
         self._ended: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, core: Core) -> "InProcess":
+    async def open(cls, core: CoreClient) -> "InProcess":
         """Start the process. Raises OSError."""
         child, connection = _spawn()
         event_loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ from engine.answering.throughput_log import log_throughput
 from engine.answering.tool_calls.table import FORMATS, format_of
 from engine.answering.usage_log import UsageLog
 from engine.config import EngineConfig, ServerConfig
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.core.messages import LoadModel
 from engine.core.process import open_link
 from engine.errors import EngineUnavailable
@@ -74,7 +74,7 @@ class Server:
         self._drain_seconds = server.drain_seconds
         self._metrics = Metrics(server.metrics_names)
         self._throughput_log: asyncio.Task[None] | None = None
-        self._core: Core | None = None
+        self._core: CoreClient | None = None
         self._in_flight: InFlight | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
@@ -177,10 +177,10 @@ class Server:
             self._threads,
         )
 
-    async def _load_core(self, progress: StartProgress | None) -> Core:
+    async def _load_core(self, progress: StartProgress | None) -> CoreClient:
         """Start the core and load the model. Raises ConfigError or OSError."""
         server = self._server_config
-        self._core = core = Core(
+        self._core = core = CoreClient(
             load_ended=self._metrics.host_load_ended, progress=partial(self._note_progress, progress)
         )
         load = LoadModel(self._config, server.adapter_store, str(server.adapter_cache), server.adapter_cache_bytes)

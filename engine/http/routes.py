@@ -14,7 +14,7 @@ from engine.answering.errors import IS_INTERNAL
 from engine.answering.model_names import ModelRegistry
 from engine.answering.request_threads import LONG, RequestThreads
 from engine.answering.usage_log import UsageLog
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.errors import EngineUnavailable
 from engine.http.service_reports import ServiceReports
 from engine.http.state_feed import StateFeed
@@ -56,7 +56,7 @@ class EngineRoutes:
     """Handlers of one running engine."""
 
     tokenizer: Tokenizer
-    core: Core
+    core: CoreClient
     models: ModelRegistry
     metrics: Metrics
     usage_log: UsageLog

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.answering.model_names import ModelRegistry
 from engine.answering.usage_log import UsageLog
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.errors import EngineUnavailable
 from engine.state import EngineState
 from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
@@ -35,7 +35,7 @@ class StateFeed:
 
     def __init__(
         self,
-        core: Core,
+        core: CoreClient,
         models: ModelRegistry,
         usage_log: UsageLog,
         base_digest: str | None = None,

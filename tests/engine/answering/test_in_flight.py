@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 
 from engine.answering.in_flight import InFlight
-from engine.core.client import Core
+from engine.core.client import CoreClient
 from engine.errors import QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -81,7 +81,7 @@ async def test_the_last_output_is_kept_without_its_arrays_and_until_the_release(
 
 async def test_sequences_that_cannot_be_sent_leave_nothing_in_flight() -> None:
     """Otherwise a drain waits for them to its end, and a probe for an idle engine for ever."""
-    core = Core()
+    core = CoreClient()
     in_flight = InFlight(core, max_requests=8)
     with pytest.raises(OverflowError):
         in_flight.submit([NewRequest("a", [1, 2], SamplingParams(), priority=10**30)])
