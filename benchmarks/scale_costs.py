@@ -33,7 +33,7 @@ from gateway.fleet.routing.choice import RoutedRequest, choose
 from gateway.records.bases.base import Binding
 from gateway.records.caches.changes import Changes
 from gateway.records.sql.database import Database, upgrade
-from wire.responses import EngineStateResponse, StepSecond, TenantShare
+from wire.responses import EngineStateResponse, StepSecond, TenantFairShare
 from wire.service import ServiceElsewhere
 
 SLOTS, RESIDENT, ADAPTERS = 32, 32, 10_000
@@ -118,7 +118,7 @@ def report() -> bytes:
     values |= {"adapters_resident": [f"sha256:{digest_of(i)}" for i in range(RESIDENT)], "adapter_pages_total": 64}
     values |= {"keeps_allowances": True, "probes": True, "version": "1.0.0", "base_digest": "b" * 64}
     values |= {"adapters_activated": [], "adapter_load_seconds": 0.05}
-    shares = [TenantShare(f"{i:032x}", 1.0, 1e6 + i, 1, 1, 0.5, 0.05, 0.05) for i in range(20)]
+    shares = [TenantFairShare(f"{i:032x}", 1.0, 1e6 + i, 1, 1, 0.5, 0.05, 0.05) for i in range(20)]
     steps = [StepSecond(i, 50, 0.9, 0.03, 4000, 1500, 0.5) for i in range(5)]
     known = {field: value for field, value in values.items() if field in EngineStateResponse.__struct_fields__}
     return msgspec.json.encode(known | {"tenants": shares, "recent_steps": steps})
@@ -136,7 +136,9 @@ def service_reports(part: str, number: int, tenants: int) -> Cost:
     records = engines(number, chance)
     for record in records:
         # The tenants that the engines report.
-        shares = [TenantShare(f"tenant-{chance.randrange(tenants)}", 1.0, 0.0, 1, 0, 0.0, 0.0, 0.0) for _ in range(20)]
+        shares = [
+            TenantFairShare(f"tenant-{chance.randrange(tenants)}", 1.0, 0.0, 1, 0, 0.0, 0.0, 0.0) for _ in range(20)
+        ]
         record.state = EngineState(tenants=shares)
 
     async def send(engine: EngineRecord, report: ServiceElsewhere) -> None:

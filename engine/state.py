@@ -7,7 +7,7 @@ from adapters.tiers.state import TierState
 from engine.config import EngineConfig
 from engine.scheduling.drafter import DraftCount, Outcome
 from engine.scheduling.kv_cache import prefix_keys
-from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.policies.tenants import FairShareSnapshot
 from engine.scheduling.preemption_counts import PreemptionCount
 
 
@@ -82,7 +82,7 @@ class EngineState:
     prefix_query_tokens: int
     num_met: int
     num_missed: int
-    tenants: tuple[TenantState, ...]
+    tenants: tuple[FairShareSnapshot, ...]
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState
     recent_steps: tuple[SecondSums, ...] = ()

@@ -204,10 +204,10 @@ class AdapterLoaded(Struct):
     digest: str
 
 
-class TenantShare(Struct):
-    """Account of a tenant at one engine. counter: service divided by weight. share: its part of the service of the last
-    minute. entitled: its weight's part of the weights of the active tenants. oldest_wait_seconds: the longest wait of
-    its waiting requests.
+class TenantFairShare(Struct):
+    """Snapshot of a tenant's fair-share account at one engine. counter: service divided by weight. share: its part of
+    the service of the last minute. entitled: its weight's part of the weights of the active tenants.
+    oldest_wait_seconds: the longest wait of its waiting requests.
     """
 
     tenant: str
@@ -292,7 +292,7 @@ class EngineStateResponse(Struct):
     base_digest: str | None = None
     adapters_activated: list[str] = []
     # The tenants with most waiting requests and service, at most 20.
-    tenants: list[TenantShare] = []
+    tenants: list[TenantFairShare] = []
     # Digests of adapters in host memory, at most the 512 most recently used ones. A line of the state stream
     # omits them if they have not changed since the line before.
     adapters_host: list[str] | UnsetType = UNSET

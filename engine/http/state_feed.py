@@ -19,7 +19,7 @@ from engine.answering.usage_log import UsageLog
 from engine.core.client import CoreClient
 from engine.errors import EngineUnavailable
 from engine.state import EngineState
-from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
+from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantFairShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
 # it takes longer than a heartbeat, the last reading is sent again. Beyond USUAL_FOLLOWERS, changes are pushed less
@@ -183,7 +183,9 @@ class StateFeed:
             ended_prompt_tokens=self._usage_log.prompt_tokens,
             ended_completion_tokens=self._usage_log.completion_tokens,
             tenants=[
-                TenantShare(t.tenant_id, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
+                TenantFairShare(
+                    t.tenant_id, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled
+                )
                 for t in state.tenants
             ],
             preempted=[Preempted(*count) for count in state.preempted],

@@ -10,7 +10,7 @@ from engine.metrics.quick_histogram import QuickHistogram
 from engine.metrics.tiers import TierMetrics
 from engine.metrics.vllm import VllmMetrics
 from engine.scheduling.drafter import OTHERS, DraftCount, Outcome
-from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.policies.tenants import FairShareSnapshot
 from engine.scheduling.request import BASE_SERVED, RequestOutput
 from wire.digests import digest_name
 
@@ -96,7 +96,7 @@ class Metrics:
         if tokens:
             self.generation_tokens.inc(tokens)
 
-    def show_tenants(self, tenants: Iterable[TenantState]) -> None:
+    def show_tenants(self, tenants: Iterable[FairShareSnapshot]) -> None:
         """Show these tenants only, so that the label has a bounded number of values."""
         for gauge in self._tenants.values():
             gauge.clear()
@@ -155,7 +155,7 @@ def _draft_counters(registry: CollectorRegistry) -> tuple[Counter, Counter, Coun
 
 
 def _tenant_gauges(registry: CollectorRegistry) -> dict[str, Gauge]:
-    """Return the gauges with a tenant's label, by the field of `TenantState`."""
+    """Return the gauges with a tenant's label, by the field of `FairShareSnapshot`."""
     texts = {
         "counter": "Service of a tenant divided by its weight.",
         "waiting": "Waiting requests of a tenant.",

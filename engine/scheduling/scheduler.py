@@ -24,7 +24,7 @@ from engine.scheduling.pacing import Pacer, PromptBudget, filling_rows, prompt_p
 from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
-from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.policies.tenants import FairShareSnapshot
 from engine.scheduling.preemption_counts import PreemptionCounts
 from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
@@ -91,8 +91,8 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.policy)
 
-    def tenants(self, limit: int) -> tuple[TenantState, ...]:
-        """Return the accounts of the tenants with most waiting requests and service."""
+    def tenants(self, limit: int) -> tuple[FairShareSnapshot, ...]:
+        """Return snapshots of the accounts of the tenants with most waiting requests and service."""
         return tuple(self.policy.tenants(self.running, self._clock(), limit))
 
     def add(self, request: Request) -> None:

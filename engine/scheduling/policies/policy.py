@@ -7,7 +7,7 @@ module in this folder, a line in `registry.py` and a name in `engine.config.Poli
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from engine.scheduling.policies.tenants import NearAmong, TenantState, every_adapter
+from engine.scheduling.policies.tenants import FairShareSnapshot, NearAmong, every_adapter
 from engine.scheduling.request import Request
 
 
@@ -131,6 +131,6 @@ class Policy(Protocol):
         """Return the limit of a step's prompt work in seconds, because prompts may arrive during it; None: no limit."""
         ...
 
-    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
-        """Return the accounts of the tenants with most waiting requests and service, at most `limit`."""
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[FairShareSnapshot]:
+        """Return snapshots of the accounts of the tenants with most waiting requests and service, at most `limit`."""
         ...

@@ -1,4 +1,4 @@
-"""Accounts and queues of tenants, shared by the policies."""
+"""Fair-share accounts of tenants, with their waiting requests, shared by the policies."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -32,8 +32,8 @@ def every_adapter(adapters: Set[str | None]) -> Collection[str | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantState:
-    """Account of a tenant.
+class FairShareSnapshot:
+    """Snapshot of a tenant's fair-share account.
 
     counter: service divided by weight, since the tenant was last idle. oldest_wait: longest wait of its waiting
     requests in this engine's queue, in seconds. share: its part of the service of the last minute. entitled: its
@@ -53,8 +53,8 @@ class TenantState:
 
 
 @dataclass(slots=True)
-class ServiceAccount:
-    """Account of one tenant.
+class FairShareAccount:
+    """Fair-share account of one tenant: its counter, its recent service and its waiting requests.
 
     num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
     if it did. queue: its waiting requests in order. by_adapter: the same, for each adapter and for the base model
@@ -100,14 +100,14 @@ class Tenants:
     """
 
     def __init__(self, credit: float = 0.0) -> None:
-        self.accounts: dict[str, ServiceAccount] = {}
-        self.waiting: dict[str, ServiceAccount] = {}
+        self.accounts: dict[str, FairShareAccount] = {}
+        self.waiting: dict[str, FairShareAccount] = {}
         # The tenants that wait for each adapter, and for the base model (None).
         self.waiting_for: dict[str | None, set[str]] = {}
         self._num_waiting = 0
         self._num_active = 0
         self._last_admitted = 0.0
-        self._last_tenant: ServiceAccount | None = None
+        self._last_tenant: FairShareAccount | None = None
         self._window_began = 0.0
         self._credit = credit
         self._highest_frontier = 0.0
@@ -126,7 +126,7 @@ class Tenants:
     def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
         account = self.accounts.get(request.tenant_id)
         if account is None:
-            account = self.accounts[request.tenant_id] = ServiceAccount(request.tenant_id)
+            account = self.accounts[request.tenant_id] = FairShareAccount(request.tenant_id)
         if not near_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
             frontier = self._frontier(account, now, near_among)
             least = self._least_counter(frontier)
@@ -139,7 +139,7 @@ class Tenants:
         self._roll(now)
         self.push(account, request, now)
 
-    def push(self, account: ServiceAccount, request: Request, now: float) -> None:
+    def push(self, account: FairShareAccount, request: Request, now: float) -> None:
         request.queued_at = now
         if not account.queue:
             account.waiting_since = now
@@ -210,7 +210,7 @@ class Tenants:
             account.counter -= min(account.elsewhere, _lead(account, least))
             account.elsewhere = 0.0
 
-    def _least_active(self) -> list[ServiceAccount]:
+    def _least_active(self) -> list[FairShareAccount]:
         """Return the two least served tenants with requests, or fewer."""
         active = (account for account in self.accounts.values() if account.num_active)
         return nsmallest(2, active, key=attrgetter("counter"))
@@ -221,15 +221,15 @@ class Tenants:
             account.num_met = account.num_met[0] + is_met, account.num_met[1]
             account.num_missed = account.num_missed[0] + (not is_met), account.num_missed[1]
 
-    def states(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
-        """Return the accounts with most waiting requests, then most service, at most `limit`."""
+    def snapshots(self, running: Sequence[Request], now: float, limit: int) -> list[FairShareSnapshot]:
+        """Return snapshots of the accounts with most waiting requests, then most service, at most `limit`."""
         self._roll(now)
         shown = sorted(self.accounts.values(), key=lambda a: (-len(a.queue), -a.recent - a.before))[:limit]
         seats = Counter(r.tenant_id for r in running)
         served = sum(a.recent + a.before for a in self.accounts.values()) or 1.0
         weights = sum(a.weight for a in self.accounts.values() if a.num_active) or 1.0
         return [
-            TenantState(
+            FairShareSnapshot(
                 a.tenant_id,
                 a.weight,
                 a.counter,
@@ -244,7 +244,7 @@ class Tenants:
         ]
 
     def _frontier(
-        self, entering: ServiceAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
+        self, entering: FairShareAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
     ) -> float:
         """Return the frontier: the counter to which a tenant without credit is raised when it begins to wait.
 
@@ -296,7 +296,7 @@ class Tenants:
             self._window_began = now
 
 
-def _lead(account: ServiceAccount, least: Sequence[ServiceAccount]) -> float:
+def _lead(account: FairShareAccount, least: Sequence[FairShareAccount]) -> float:
     """Return how far a tenant is ahead of the least served other one; 0 without others. least: the two least served."""
     others = [other.counter for other in least if other is not account]
     return max(0.0, account.counter - others[0]) if others else 0.0
@@ -346,5 +346,5 @@ class TenantPolicy:
     def count_target(self, request: Request, *, is_met: bool) -> None:
         self._tenants.count_target(request.tenant_id, is_met=is_met)
 
-    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
-        return self._tenants.states(running, now, limit)
+    def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[FairShareSnapshot]:
+        return self._tenants.snapshots(running, now, limit)

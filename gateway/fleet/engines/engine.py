@@ -16,7 +16,7 @@ from gateway.fleet.engines.own_requests import InFlight, OwnRequests, Prefetched
 from gateway.fleet.engines.traits import LORAPLEX, Traits
 from gateway.records.bases.base import FIRST, Binding, EngineSoftware
 from wire.digests import bare_digest
-from wire.responses import Preempted, StepSecond, TenantShare
+from wire.responses import Preempted, StepSecond, TenantFairShare
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
@@ -97,7 +97,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     base_digest: str | None = None
     finds_adapters: bool = False
     no_base_reason: str | None = None
-    tenants: list[TenantShare] = []
+    tenants: list[TenantFairShare] = []
     preempted: list[Preempted] = []
     recent_steps: list[StepSecond] = []
     reported: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.metrics.metrics import Metrics
-from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.policies.tenants import FairShareSnapshot
 from engine.speculative_config import SpeculativeConfig
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
@@ -144,8 +144,8 @@ def by_tenant(page: str) -> dict[str, dict[str, float]]:
 
 def test_each_gauge_of_a_tenant_has_its_own_value_and_only_shown_tenants_have_one():
     metrics = Metrics()
-    acme = TenantState("acme", 2.0, 30.5, 3, 4, 5.25, 0.625, 0.75, 0.875)
-    metrics.show_tenants([acme, TenantState("globex", 1.0, 0.0, 0, 0, 0.0, 0.0, 0.0, None)])
+    acme = FairShareSnapshot("acme", 2.0, 30.5, 3, 4, 5.25, 0.625, 0.75, 0.875)
+    metrics.show_tenants([acme, FairShareSnapshot("globex", 1.0, 0.0, 0, 0, 0.0, 0.0, 0.0, None)])
     assert by_tenant(metrics.render().decode()) == {
         "counter": {"acme": 30.5, "globex": 0},
         "waiting": {"acme": 4, "globex": 0},
@@ -154,7 +154,7 @@ def test_each_gauge_of_a_tenant_has_its_own_value_and_only_shown_tenants_have_on
         "entitled": {"acme": 0.75, "globex": 0},
         "goodput": {"acme": 0.875},
     }
-    metrics.show_tenants([TenantState("initech", 1.0, 1.0, 1, 0, 0.0, 1.0, 1.0, 0.0)])
+    metrics.show_tenants([FairShareSnapshot("initech", 1.0, 1.0, 1, 0, 0.0, 1.0, 1.0, 0.0)])
     shown = by_tenant(metrics.render().decode())
     assert shown == {name: {"initech": float(name in ("counter", "share", "entitled"))} for name in FIELDS}
 

@@ -10,7 +10,7 @@ from aiohttp import ClientError
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.fleet.queueing.engine_service import MAX_REPORTS, REPEAT_SECONDS, EngineService
-from wire.responses import TenantShare
+from wire.responses import TenantFairShare
 from wire.service import MAX_TENANTS, ServiceElsewhere
 
 ONE, OTHER = EngineRecord(Address("http://one")), EngineRecord(Address("http://other"))
@@ -128,7 +128,7 @@ async def test_in_a_large_fleet_engines_take_turns_and_get_the_service_of_their_
         reports[-1][engine.url] = report.tenants
 
     service = EngineService(lambda: engines, send)
-    share = TenantShare("globex", 1.0, 0.0, 1, 0, 0.0, 0.5, 0.5)
+    share = TenantFairShare("globex", 1.0, 0.0, 1, 0, 0.0, 0.5, 0.5)
     engines[-1].state = EngineState(tenants=[share])
     with ExitStack() as held:
         for engine in engines[:-1]:
