@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.sampler import Seats, sample
-from engine.execution.seats import DrawTable
+from engine.execution.sampler import SamplingTables, sample
+from engine.execution.sampling_tables import DrawTable
 from engine.execution.transfer import Download, upload
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels.ops import Ops
@@ -42,14 +42,14 @@ class Sampler:
         self.requests = [Request(NewRequest(str(i), [1, 2, 3], params), seed=i) for i in range(streams)]
         for seat, request in enumerate(self.requests):
             request.seat = seat
-        self._ops, self._seats = ops, Seats(DrawTable(streams), None)
+        self._ops, self._sampling = ops, SamplingTables(DrawTable(streams), None)
 
     def at_once(self, logits: Tensor, drafts: int) -> None:
         """Sample all places. logits: `[streams * (1 + drafts), vocab]`."""
         owners = [request for request in self.requests for _ in range(1 + drafts)]
         ahead = np.tile(np.arange(1 + drafts), len(self.requests))
         lengths = np.array([request.num_tokens for request in owners]) + ahead
-        self._read(sample(logits, owners, self._ops, self._seats, lengths=lengths))
+        self._read(sample(logits, owners, self._ops, self._sampling, lengths=lengths))
 
     def by_place(self, logits: Tensor, numbers: Sequence[int]) -> None:
         """Sample the first `numbers[i]` places of request i, those of one number together."""
@@ -57,7 +57,7 @@ class Sampler:
         for number in range(max(numbers)):
             left = [i for i, own in enumerate(numbers) if own > number]
             [index] = upload(logits.device, [np.array([i * places + number for i in left])])
-            self._read(sample(logits[index], [self.requests[i] for i in left], self._ops, self._seats))
+            self._read(sample(logits[index], [self.requests[i] for i in left], self._ops, self._sampling))
 
     def _read(self, tokens: Tensor) -> None:
         Download([tokens]).wait()[0].tolist()

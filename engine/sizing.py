@@ -27,7 +27,7 @@ from engine.build import (
 from engine.config import DEVICE_NAMES, BatchSizes, EngineConfig
 from engine.draft import find_draft
 from engine.execution.graphs import default_sizes, default_token_sizes
-from engine.execution.seats import seat_bytes
+from engine.execution.sampling_tables import seat_bytes
 from engine.gpus import GPUS
 from engine.memory import (
     Needs,

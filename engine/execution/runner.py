@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, LayoutBuilder, Places, PromptRows, make_batch
-from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
-from engine.execution.seats import AllowedTable, DrawTable, Row, TokenTable
+from engine.execution.sampler import RowLogprobs, SamplingTables, mark_not_finite, sample, token_logprobs
+from engine.execution.sampling_tables import AllowedTable, DrawTable, Row, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.plan import Plan
@@ -172,7 +172,7 @@ class Runner:
         self._layout_builder = LayoutBuilder(max_num_seqs, max_blocks, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         is_host = platform_of(device).is_host
-        self._seats = Seats(
+        self._sampling = SamplingTables(
             DrawTable(max_num_seqs),
             None if is_host else TokenTable(max_num_seqs, c.vocab_size, device),
             None if is_host else AllowedTable(max_num_seqs, c.vocab_size, device),
@@ -185,7 +185,7 @@ class Runner:
 
     @property
     def seat_bytes(self) -> int:
-        return sum(table.num_bytes for table in (self._seats.tokens, self._seats.allowed) if table is not None)
+        return sum(table.num_bytes for table in (self._sampling.tokens, self._sampling.allowed) if table is not None)
 
     def close(self) -> None:
         """Free the KV cache and the graphs. The decoder can be attached again."""
@@ -230,13 +230,13 @@ class Runner:
         if len(rows) != len(logits):
             [index] = upload(self.device, [rows])
             logits = logits[index]
-        special, _ = self._seats.kinds.of(requests)
+        special, _ = self._sampling.kinds.of(requests)
         kept = self._kept_logits(special, logits)
         wanted = [(row, request) for row, request in special if request.params.logprobs is not None]
         if wanted:
             [index] = upload(self.device, [np.array([row for row, _ in wanted])])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops, self._seats, index=seats, lengths=lengths)
+        tokens = sample(logits, requests, self.decoder.ops, self._sampling, index=seats, lengths=lengths)
         if wanted:
             top = [request.params.logprobs or 0 for _, request in wanted]
             found = token_logprobs(raw, tokens[index], max(top))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.execution.edit_uploads import BAN, Edits, KeptEdits
 from engine.execution.masks import constrain
-from engine.execution.seats import AllowedTable, DrawTable, KindTable, Row, TokenTable
+from engine.execution.sampling_tables import AllowedTable, DrawTable, KindTable, Row, TokenTable
 from engine.execution.transfer import upload
 from engine.scheduling.logit_edits import LogitEdits
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
@@ -28,9 +28,9 @@ LOGPROB_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
-    """State of the seats. tokens, allowed: None on the CPU, where each request has its own counts and masks, which cost
-    less there.
+class SamplingTables:
+    """State of the sampler by seat, kept between steps. tokens, allowed: None on the CPU, where each request has counts
+    and masks of its own, which cost less there.
     """
 
     draws: DrawTable
@@ -44,7 +44,7 @@ def sample(
     logits: Tensor,
     requests: Sequence[Request],
     ops: Ops,
-    seats: Seats,
+    tables: SamplingTables,
     *,
     index: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
@@ -54,29 +54,29 @@ def sample(
 
     index, lengths: each row's seat, and the number of tokens before it; see `DrawTable.columns`.
     """
-    special, is_greedy = seats.kinds.of(requests)
+    special, is_greedy = tables.kinds.of(requests)
     if special:
-        _change(logits, special, ops, seats)
+        _change(logits, special, ops, tables)
     if is_greedy:
         tokens = likeliest(logits)
     else:
-        tokens = ops.sample(logits, *seats.draws.upload(logits.device, seats.draws.columns(requests, index, lengths)))
-    if seats.tokens is not None:
-        seats.tokens.add(special, tokens)
+        tokens = ops.sample(logits, *tables.draws.upload(logits.device, tables.draws.columns(requests, index, lengths)))
+    if tables.tokens is not None:
+        tables.tokens.add(special, tokens)
     return tokens
 
 
-def _change(logits: Tensor, rows: Sequence[Row], ops: Ops, seats: Seats) -> None:
+def _change(logits: Tensor, rows: Sequence[Row], ops: Ops, tables: SamplingTables) -> None:
     """Apply the masks, penalties, bias and bans of these rows in place."""
     masks = [(row, request.mask) for row, request in rows if request.mask is not None]
-    if seats.allowed is not None:
-        seats.allowed.forbid(logits, rows, ops)
+    if tables.allowed is not None:
+        tables.allowed.forbid(logits, rows, ops)
         masks = [(row, mask) for row, mask in masks if not isinstance(mask, AllowedTokens)]
     constrain(logits, masks, ops)
-    if seats.tokens is not None:
-        seats.tokens.penalise(logits, rows, ops)
-    if any(r.edits_logits or (seats.tokens is None and r.params.penalises) for _, r in rows):
-        edit_logits(logits, rows, seats.edits, has_penalties=seats.tokens is None)
+    if tables.tokens is not None:
+        tables.tokens.penalise(logits, rows, ops)
+    if any(r.edits_logits or (tables.tokens is None and r.params.penalises) for _, r in rows):
+        edit_logits(logits, rows, tables.edits, has_penalties=tables.tokens is None)
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from engine.execution.graphs import Shape, pack_fields
 from engine.execution.layout import Layout, LayoutBuilder, Places
 from engine.execution.runner import RunnerLimits
 from engine.execution.sampler import bans
-from engine.execution.seats import DrawTable
+from engine.execution.sampling_tables import DrawTable
 from engine.execution.transfer import upload
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import Request, TokenLogprobs

@@ -129,7 +129,7 @@ def test_plain_and_other_requests_in_one_step_answer_as_without(
         monkeypatch.setattr(runner_module, "platform_of", device_platform)
         options = {"async_scheduling": True}
     drafting, _ = make_engine(**options, speculative_config=NGRAM)
-    assert kind == "simulated" or (drafting.runner._seats.tokens is not None) == (kind == "tables")  # type: ignore[attr-defined]
+    assert kind == "simulated" or (drafting.runner._sampling.tokens is not None) == (kind == "tables")  # type: ignore[attr-defined]
 
     def compare(requests: list[NewRequest]) -> None:
         expected = run(plain, requests)

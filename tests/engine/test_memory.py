@@ -12,7 +12,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.seats import seat_bytes
+from engine.execution.sampling_tables import seat_bytes
 from engine.memory import Needs, Share, adapter_bytes, count_blocks, fixed_kv_cache, host_adapter_bytes
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.scheduling.token_rules import AllowedTokens, BannedWords

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.execution import runner as runner_module
 from engine.execution.graphs import StepGraphs
 from engine.execution.layout import Layout
-from engine.execution.seats import TokenTable
+from engine.execution.sampling_tables import TokenTable
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.scheduling.token_rules import AllowedTokens
 from engine.speculative_config import SpeculativeConfig
@@ -106,7 +106,7 @@ def test_steps_of_graphs_answer_as_without(
     monkeypatch.setattr("engine.build.pick_ops", lambda *_: ops())
     monkeypatch.setattr(runner_module, "platform_of", lambda device: DevicePlatform(platform_of(device)))
     drafting, _ = make_engine(speculative_config=NGRAM)
-    assert isinstance(drafting.runner._seats.tokens, TokenTable)  # type: ignore[attr-defined]
+    assert isinstance(drafting.runner._sampling.tokens, TokenTable)  # type: ignore[attr-defined]
     assert run(drafting, requests) == expected
     assert replayed
     assert sum(count.accepted for count in drafting.state().drafts) > 0

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from engine.execution.seats import DrawColumns, DrawTable
+from engine.execution.sampling_tables import DrawColumns, DrawTable
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 CPU = torch.device("cpu")

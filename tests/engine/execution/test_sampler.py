@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.sampler import Seats, token_logprobs
+from engine.execution.sampler import SamplingTables, token_logprobs
 from engine.execution.sampler import sample as sample_on_device
-from engine.execution.seats import AllowedTable, DrawTable, TokenTable
+from engine.execution.sampling_tables import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import upload
 from engine.scheduling.logit_edits import TokenCounts
 from engine.scheduling.request import NewRequest, Request, SamplingParams
@@ -230,13 +230,15 @@ def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
     """
     generator = random.Random(0)
     device = torch.device("cpu")
-    tables = Seats(DrawTable(3), TokenTable(3, 30, device), AllowedTable(3, 30, device))
-    seats = {True: tables, False: Seats(DrawTable(3), None)}
+    tables = {
+        True: SamplingTables(DrawTable(3), TokenTable(3, 30, device), AllowedTable(3, 30, device)),
+        False: SamplingTables(DrawTable(3), None),
+    }
     sets = [None, None, AllowedTokens([1, 5, 29]), AllowedTokens([2, 3])]
     running: dict[int, tuple[Request, Request]] = {}
     for step in range(150):
         if step % 10 == 0:
-            seats[False] = Seats(DrawTable(3), None)
+            tables[False] = SamplingTables(DrawTable(3), None)
         for seat in range(3):
             if seat not in running or generator.random() < 0.1:
                 prompt = [generator.randrange(30) for _ in range(generator.randrange(1, 9))]
@@ -250,14 +252,14 @@ def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
                 for each in pair:
                     each.seat = seat
             elif generator.random() < 0.1:  # preempted, with another in its seat until it goes on
-                seats[True].tokens.penalise(torch.zeros(1, 30), [(0, _stranger(seat))], TorchOps())  # type: ignore[union-attr]
+                tables[True].tokens.penalise(torch.zeros(1, 30), [(0, _stranger(seat))], TorchOps())  # type: ignore[union-attr]
         order = generator.choice([[0, 1, 2], [0, 1, 2], [2, 0, 1]])
         logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(step))
         edited, tokens = {}, {}
         for which, on_device in ((0, True), (1, False)):
             edited[on_device] = logits.clone()
             found = [running[seat][which] for seat in order]
-            tokens[on_device] = sample_on_device(edited[on_device], found, TorchOps(), seats[on_device]).tolist()
+            tokens[on_device] = sample_on_device(edited[on_device], found, TorchOps(), tables[on_device]).tolist()
             for each, token in zip(found, tokens[on_device], strict=True):
                 each.token_ids.append(token)
         torch.testing.assert_close(edited[True], edited[False])
@@ -284,16 +286,16 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
         uploaded.append(sum(array.nbytes for array in arrays))
         return upload(device, arrays)
 
-    for name in ("sampler", "seats", "masks", "edit_uploads"):
+    for name in ("sampler", "sampling_tables", "masks", "edit_uploads"):
         monkeypatch.setattr(f"engine.execution.{name}.upload", counted)
     device = torch.device("cpu")
-    seats = Seats(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))
+    tables = SamplingTables(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))
     text = list(range(10, 3010))
     requests = [request(1, text, temperature=0, **params), request(2, text, temperature=0, **params)]
     requests[0].seat, requests[1].seat = 0, 1
 
     def step() -> None:
-        tokens = sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats).tolist()
+        tokens = sample_on_device(torch.randn(2, 32768), requests, TorchOps(), tables).tolist()
         for each, token in zip(requests, tokens, strict=True):
             each.token_ids.append(token)
 
@@ -339,7 +341,7 @@ def test_a_step_of_the_same_requests_does_no_work_for_the_plain_ones(
     monkeypatch.setattr("engine.execution.sampler.platform_of", lambda _: Card(1 << 30))
     device, calls = torch.device("cpu"), Counter[int]()
     for number in (8, 64):
-        seats = Seats(DrawTable(number), TokenTable(number, 40, device), AllowedTable(number, 40, device))
+        tables = SamplingTables(DrawTable(number), TokenTable(number, 40, device), AllowedTable(number, 40, device))
         requests = ReadList(request(seed, temperature=temperature) for seed in range(number - 1))
         requests.append(request(99, temperature=temperature, **params))
         for seat, each in enumerate(requests):
@@ -349,11 +351,11 @@ def test_a_step_of_the_same_requests_does_no_work_for_the_plain_ones(
         def count(_frame: Any, event: str, _argument: Any, number: int = number) -> None:
             calls[number] += event in ("call", "c_call")
 
-        sample_on_device(torch.zeros(number, 40), requests, NoDraws(), seats, index=index, lengths=lengths)
+        sample_on_device(torch.zeros(number, 40), requests, NoDraws(), tables, index=index, lengths=lengths)
         requests.reads, logits = 0, torch.zeros(number, 40)
         sys.setprofile(count)
         try:
-            sample_on_device(logits, requests, NoDraws(), seats, index=index, lengths=lengths)
+            sample_on_device(logits, requests, NoDraws(), tables, index=index, lengths=lengths)
         finally:
             sys.setprofile(None)
         assert not requests.reads

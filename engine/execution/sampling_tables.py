@@ -1,4 +1,4 @@
-"""Sampling state of each seat, kept between steps, so that a step does no work for parameters that did not change."""
+"""Tables of the sampler by seat, kept between steps, so that a step does no work for unchanged parameters."""
 
 from collections.abc import Sequence
 from itertools import compress
