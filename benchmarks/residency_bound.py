@@ -132,7 +132,7 @@ class RequestBound:
         """
         machine = self._machine
         growth = begun * (machine.prompt * PROMPT_TOKEN + self._load) + tokens * TOKEN
-        # A tenant that begins to wait may be behind by the slack, and within it the nearest request goes first.
+        # A tenant that begins to wait may be behind by the slack; within it the request of best locality goes first.
         credit = sum(lead + growth + 2 * _CONFIG.fair_slack for lead in leads)
         # Seconds in which the prompts of a step in progress compute a token, beside its decodes.
         token_s = machine.row * (1 + 1 / (_CONFIG.prefill_stretch - 1))

@@ -19,7 +19,7 @@ from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.nearness import Nearness
+from engine.scheduling.locality import DeviceLocality
 from engine.scheduling.pacing import Pacer, PromptBudget, filling_rows, prompt_pressure
 from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import FairShare
@@ -102,7 +102,7 @@ class Scheduler:
             tenants.setdefault(request.tenant_id, {})[request.request_id] = request
         now = self._clock()
         request.arrived_at = min(request.arrived_at, now)
-        self.policy.enter(request, now, Nearness(self.adapters, self.cache).near_among)
+        self.policy.enter(request, now, DeviceLocality(self.adapters, self.cache).on_device_among)
 
     def schedule(self, *, may_draft: bool = True) -> Plan:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
@@ -230,8 +230,8 @@ class Scheduler:
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
-        nearness, has_seat = Nearness(self.adapters, self.cache), self._seats.num_free > 0
-        turns = self.policy.turns(prompts, nearness, has_seat=has_seat)
+        locality, has_seat = DeviceLocality(self.adapters, self.cache), self._seats.num_free > 0
+        turns = self.policy.turns(prompts, locality, has_seat=has_seat)
         while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
                 continue

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter, itemgetter
 
-from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import NearAmong, TenantPolicy, Tenants, every_adapter
+from engine.scheduling.policies.policy import Locality
+from engine.scheduling.policies.tenants import OnDeviceAmong, TenantPolicy, Tenants, every_adapter
 from engine.scheduling.request import Request
 
 _order_key = attrgetter("order_key")
@@ -23,7 +23,7 @@ _counter = itemgetter(0)
 # A tenant's turn: its counter, the arrival of its first request, its id.
 Turn = tuple[float, int, str]
 
-# Maximum number of least served tenants among which the nearest request is chosen. It bounds an admission's look-ups.
+# Maximum number of least served tenants compared by the locality of their requests. It bounds an admission's look-ups.
 COMPARED = 16
 # Maximum number of one tenant's waiting requests that a step considers. It bounds a step's time while thousands of
 # requests wait for adapters that are loading.
@@ -32,10 +32,10 @@ LOOKED_AT = 64
 # adapters in advance. After these a step considers only requests whose adapter is on the device. Without this, a loaded
 # adapter would be evicted unused: its tenant pays for the load, so its request comes after those of all tenants that
 # have not loaded yet.
-FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
+OFF_DEVICE_LOOKED_AT, OFF_DEVICE_IN_ALL = 4, 64
 # The same while no seat is free: enough to load the next requests' adapters. It must not end the step's look at the
-# others, because a near request may claim a seat.
-FAR_WITHOUT_SEAT = 8
+# others, because a request whose adapter is on the device may claim a seat.
+OFF_DEVICE_WITHOUT_SEAT = 8
 # Factor by which a tenant's running requests per weight must exceed another tenant's for the other to be light.
 HEAVIER = 2
 # Target of the duration in seconds of a step with prompts, because a prompt that arrives waits for the step's end. It
@@ -47,7 +47,7 @@ STEP_S, SHARED_S = 0.15, 60.0
 class FairShare(TenantPolicy):
     """Policy that serves the tenant with the least service per weight first.
 
-    slack: the nearest request is admitted first among the tenants whose counters exceed the least by at most this; 0:
+    slack: among the tenants whose counters exceed the least by at most this, the request of best locality is first; 0:
     always the least served tenant's. A tenant that begins to wait may be behind the others by as much, but by at most
     half of `preempt_behind`. preempt_behind: difference of counters from which a stream gives way to a waiting request.
     preempt_after: seconds of waiting after which any difference suffices, if the request's tenant has nothing running.
@@ -62,21 +62,21 @@ class FairShare(TenantPolicy):
         self._last_entered: str | None = None
         self._shared_until = 0.0
 
-    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
+    def enter(self, request: Request, now: float, on_device_among: OnDeviceAmong = every_adapter) -> None:
         if request.tenant_id != self._last_entered:
             self._shared_until = 0.0 if self._last_entered is None else now + SHARED_S
             self._last_entered = request.tenant_id
         request.order_key = (1, request.due, request.arrival_number)
-        self._tenants.enter(request, now, near_among)
+        self._tenants.enter(request, now, on_device_among)
 
     def put_back(self, request: Request, now: float) -> None:
         request.order_key = (0, 0.0, request.arrival_number)
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
-    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> "FairTurns":
+    def turns(self, in_progress: Iterable[Request], locality: Locality | None, *, has_seat: bool = True) -> "FairTurns":
         if has_seat:
-            return FairTurns(self._tenants, in_progress, nearness, self._slack)
-        return FairTurns(self._tenants, in_progress, nearness, 0.0, FAR_WITHOUT_SEAT)
+            return FairTurns(self._tenants, in_progress, locality, self._slack)
+        return FairTurns(self._tenants, in_progress, locality, 0.0, OFF_DEVICE_WITHOUT_SEAT)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
@@ -136,13 +136,13 @@ class FairTurns:
         self,
         tenants: Tenants,
         in_progress: Iterable[Request],
-        nearness: Nearness | None,
+        locality: Locality | None,
         slack: float,
-        most_far: int = FAR_IN_ALL,
+        most_off_device: int = OFF_DEVICE_IN_ALL,
     ) -> None:
-        """most_far: limit of the requests for adapters off the device."""
-        self._tenants, self._most_far = tenants, most_far
-        self._nearness = nearness
+        """most_off_device: limit of the requests for adapters off the device."""
+        self._tenants, self._most_off_device = tenants, most_off_device
+        self._locality = locality
         self._slack = slack
         self._prompts: dict[str, list[Request]] = {}
         for request in in_progress:
@@ -153,16 +153,16 @@ class FairTurns:
         heapify(self._running)
         # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
         self._waiting: list[Turn] | None = None
-        # The least served of them, in order, taken out of the heap: among these the nearest request is chosen.
+        # The least served of them, in order, taken out of the heap: among these the request of best locality is chosen.
         self._compared: list[Turn] = []
-        self._num_compared = COMPARED if nearness is not None and slack else 1
+        self._num_compared = COMPARED if locality is not None and slack else 1
         self._queues: dict[str, list[Request]] = {}
         # Number of requests returned by `next` whose adapter is off the device.
-        self._num_far: Counter[str] = Counter()
-        self._num_far_in_all = 0
+        self._num_off_device: Counter[str] = Counter()
+        self._total_off_device = 0
         # Tenants whose queues contain only requests for adapters on the device, and the order key of each tenant's last
         # returned request.
-        self._near_only: set[str] = set()
+        self._on_device_only: set[str] = set()
         self._last_order_key: dict[str, tuple[int, float, int]] = {}
         self._keys: dict[Request, tuple[bool, bool]] = {}
         self._last: str | None = None
@@ -183,24 +183,24 @@ class FairTurns:
             return self._prompts[self._last].pop()
         if not admits or not self._compared:
             return None
-        self._last = self._take_nearest()
+        self._last = self._take_most_local()
         request = self._queues[self._last].pop()
         self._last_order_key[self._last] = request.order_key
-        if self._nearness is not None and self._nearness.is_far(request):
-            self._num_far[self._last] += 1
-            self._num_far_in_all += 1
-            if self._num_far_in_all == self._most_far:
-                self._drop_far_tenants(self._nearness)
+        if self._locality is not None and self._locality.lacks_adapter(request):
+            self._num_off_device[self._last] += 1
+            self._total_off_device += 1
+            if self._total_off_device == self._most_off_device:
+                self._drop_off_device_tenants(self._locality)
         return request
 
     def pass_over(self) -> None:
         self._last = None
 
-    def _drop_far_tenants(self, nearness: Nearness) -> None:
+    def _drop_off_device_tenants(self, locality: Locality) -> None:
         """Remove the tenants from the heap that wait only for adapters off the device."""
         tenants_of = self._tenants.waiting_for
-        near = set().union(*(tenants_of[adapter] for adapter in nearness.near_among(tenants_of.keys())))
-        self._waiting = [turn for turn in (*self._compared, *(self._waiting or ())) if turn[2] in near]
+        ready = set().union(*(tenants_of[adapter] for adapter in locality.on_device_among(tenants_of.keys())))
+        self._waiting = [turn for turn in (*self._compared, *(self._waiting or ())) if turn[2] in ready]
         self._compared.clear()
         heapify(self._waiting)
 
@@ -225,21 +225,21 @@ class FairTurns:
                 if len(compared) > self._num_compared:
                     heappush(waiting, compared.pop())
 
-    def _take_nearest(self) -> str:
-        """Take the tenant whose first request is nearest, among those within the slack of the least served; among
-        equally near ones, the least served.
+    def _take_most_local(self) -> str:
+        """Take the tenant whose first request has the best locality, among those within the slack of the least served;
+        the least served of several with equal locality.
         """
-        compared, nearness = self._compared, self._nearness
-        if nearness is None or len(compared) == 1:
+        compared, locality = self._compared, self._locality
+        if locality is None or len(compared) == 1:
             return compared.pop(0)[2]
         most = bisect_right(compared, compared[0][0] + self._slack, key=_counter)
-        keys = [self._key(nearness, self._queues[tenant_id][-1]) for _, _, tenant_id in compared[:most]]
+        keys = [self._key(locality, self._queues[tenant_id][-1]) for _, _, tenant_id in compared[:most]]
         return compared.pop(keys.index(min(keys)))[2]
 
-    def _key(self, nearness: Nearness, request: Request) -> tuple[bool, bool]:
+    def _key(self, locality: Locality, request: Request) -> tuple[bool, bool]:
         key = self._keys.get(request)
         if key is None:
-            key = self._keys[request] = nearness.key(request)
+            key = self._keys[request] = locality.key(request)
         return key
 
     def _queue(self, tenant_id: str) -> list[Request]:
@@ -248,20 +248,20 @@ class FairTurns:
         if queue is None:
             account = self._tenants.waiting.get(tenant_id)
             queue = self._queues[tenant_id] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
-        if self._nearness is None or tenant_id in self._near_only:
+        if self._locality is None or tenant_id in self._on_device_only:
             return queue
-        if self._num_far[tenant_id] >= FAR_LOOKED_AT or self._num_far_in_all >= self._most_far:
-            self._near_only.add(tenant_id)
-            queue = self._queues[tenant_id] = self._near_queue(tenant_id, self._nearness)
+        if self._num_off_device[tenant_id] >= OFF_DEVICE_LOOKED_AT or self._total_off_device >= self._most_off_device:
+            self._on_device_only.add(tenant_id)
+            queue = self._queues[tenant_id] = self._on_device_queue(tenant_id, self._locality)
         return queue
 
-    def _near_queue(self, tenant_id: str, nearness: Nearness) -> list[Request]:
+    def _on_device_queue(self, tenant_id: str, locality: Locality) -> list[Request]:
         """Return the tenant's next waiting requests for adapters on the device, in reverse order."""
         account = self._tenants.waiting.get(tenant_id)
         if account is None:
             return []
         last, found = self._last_order_key.get(tenant_id), list[Request]()
-        for adapter in nearness.near_among(account.by_adapter.keys()):
+        for adapter in locality.on_device_among(account.by_adapter.keys()):
             requests = account.by_adapter[adapter]
             start = 0 if last is None else bisect_right(requests, last, key=_order_key)
             found += requests[start : start + LOOKED_AT]

@@ -5,8 +5,8 @@ from heapq import merge
 from itertools import islice
 from operator import attrgetter
 
-from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import NearAmong, TenantPolicy, Tenants, every_adapter
+from engine.scheduling.policies.policy import Locality
+from engine.scheduling.policies.tenants import OnDeviceAmong, TenantPolicy, Tenants, every_adapter
 from engine.scheduling.request import Request
 
 # Maximum number of waiting requests that a step considers.
@@ -18,15 +18,15 @@ _arrival_number = attrgetter("arrival_number")
 class FirstCome(TenantPolicy):
     """Policy that serves requests in order of arrival and preempts none for fairness."""
 
-    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
+    def enter(self, request: Request, now: float, on_device_among: OnDeviceAmong = every_adapter) -> None:
         request.order_key = (0, 0.0, request.arrival_number)
-        self._tenants.enter(request, now, near_among)
+        self._tenants.enter(request, now, on_device_among)
 
     def put_back(self, request: Request, now: float) -> None:
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
     def turns(
-        self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True
+        self, in_progress: Iterable[Request], locality: Locality | None, *, has_seat: bool = True
     ) -> "ArrivalTurns":
         return ArrivalTurns(self._tenants, in_progress)
 

@@ -7,24 +7,24 @@ module in this folder, a line in `registry.py` and a name in `engine.config.Poli
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from engine.scheduling.policies.tenants import FairShareSnapshot, NearAmong, every_adapter
+from engine.scheduling.policies.tenants import FairShareSnapshot, OnDeviceAmong, every_adapter
 from engine.scheduling.request import Request
 
 
-class Nearness(Protocol):
-    """Nearness of waiting requests: whether the device has what they need."""
+class Locality(Protocol):
+    """Locality of waiting requests: whether the device has what they need."""
 
-    def is_far(self, request: Request) -> bool:
+    def lacks_adapter(self, request: Request) -> bool:
         """Return whether the request's adapter is off the device."""
         ...
 
     def key(self, request: Request) -> tuple[bool, bool]:
-        """Return a key that sorts nearer requests first: whether it is far, whether its first blocks are uncached."""
+        """Return a key that sorts requests of better locality first: (lacks its adapter, lacks its first blocks)."""
         ...
 
-    def near_among(self, adapters: Set[str | None]) -> Collection[str | None]:
-        """Return those of the adapters (None: the base model) whose requests are not far. Takes time by the smaller
-        of the two sets.
+    def on_device_among(self, adapters: Set[str | None]) -> Collection[str | None]:
+        """Return those of the adapters (None: the base model) that are on the device. Takes time by the smaller of
+        the two sets.
         """
         ...
 
@@ -57,8 +57,8 @@ class Policy(Protocol):
         """Return the tenant's service divided by its weight."""
         ...
 
-    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
-        """Queue a new request. Its tenant is active until `leave`. near_among: see `Nearness`."""
+    def enter(self, request: Request, now: float, on_device_among: OnDeviceAmong = every_adapter) -> None:
+        """Queue a new request. Its tenant is active until `leave`. on_device_among: see `Locality`."""
         ...
 
     def put_back(self, request: Request, now: float) -> None:
@@ -93,11 +93,12 @@ class Policy(Protocol):
         """
         ...
 
-    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> Turns:
+    def turns(self, in_progress: Iterable[Request], locality: Locality | None, *, has_seat: bool = True) -> Turns:
         """Begin a step.
 
-        nearness: None: every request is near. has_seat: whether a seat is free. If so, `nearness` sorts requests of
-        almost equally served tenants. If not, the least served tenant's request comes first, because it may claim one.
+        locality: None: no request is preferred for it. has_seat: whether a seat is free. If so, `locality` sorts the
+        requests of almost equally served tenants. If not, the least served tenant's request comes first, because it may
+        claim one.
         """
         ...
 

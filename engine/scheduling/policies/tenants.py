@@ -22,8 +22,8 @@ BLOCKED_S = 5.0
 
 _order_key = attrgetter("order_key")
 
-NearAmong = Callable[[Set[str | None]], Collection[str | None]]
-"""Selects those of the adapters (None: the base model) whose requests can be served now."""
+OnDeviceAmong = Callable[[Set[str | None]], Collection[str | None]]
+"""Select those of the adapters (None: the base model) that are on the device."""
 
 
 def every_adapter(adapters: Set[str | None]) -> Collection[str | None]:
@@ -123,12 +123,12 @@ class Tenants:
         account = self.accounts.get(tenant_id)
         return 0.0 if account is None else account.counter
 
-    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
+    def enter(self, request: Request, now: float, on_device_among: OnDeviceAmong = every_adapter) -> None:
         account = self.accounts.get(request.tenant_id)
         if account is None:
             account = self.accounts[request.tenant_id] = FairShareAccount(request.tenant_id)
-        if not near_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
-            frontier = self._frontier(account, now, near_among)
+        if not on_device_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
+            frontier = self._frontier(account, now, on_device_among)
             least = self._least_counter(frontier)
             account.waiting_since = now
             if account.counter <= frontier:
@@ -244,20 +244,23 @@ class Tenants:
         ]
 
     def _frontier(
-        self, entering: FairShareAccount | None = None, now: float = -inf, near_among: NearAmong = every_adapter
+        self,
+        entering: FairShareAccount | None = None,
+        now: float = -inf,
+        on_device_among: OnDeviceAmong = every_adapter,
     ) -> float:
         """Return the frontier: the counter to which a tenant without credit is raised when it begins to wait.
 
         It is the least counter of the waiting tenants. If none waits, it is the last admitted tenant's, or the least of
         the running tenants if that is more. entering: account of the tenant that begins to wait, which does not count.
-        now, near_among: find the waiting tenants that count (see `Tenants`).
+        now, on_device_among: find the waiting tenants that count (see `Tenants`).
         """
-        near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
+        ready = set[str]().union(*[self.waiting_for[adapter] for adapter in on_device_among(self.waiting_for.keys())])
         others = [account for account in self.accounts.values() if account is not entering]
         waiting = [
             a.counter
             for a in others
-            if a.queue and (a.num_running or a.tenant_id in near or now - a.waiting_since <= BLOCKED_S)
+            if a.queue and (a.num_running or a.tenant_id in ready or now - a.waiting_since <= BLOCKED_S)
         ]
         if waiting:
             return min(waiting)

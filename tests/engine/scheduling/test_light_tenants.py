@@ -242,7 +242,7 @@ def test_weights_hold_without_a_loss_of_throughput() -> None:
         assert fair[tenant_id] == pytest.approx(fair.total() * weight / 7, rel=0.05)
 
 
-def test_the_slack_puts_no_tenant_ahead_if_all_requests_are_equally_near() -> None:
+def test_the_slack_puts_no_tenant_ahead_if_all_requests_have_equal_locality() -> None:
     """Before, the tenant with the oldest requests took each free seat within the slack of 256 and was ahead by 273."""
     machine, leads = Machine(), []
     for tenant_id, weight in WEIGHTS.items():

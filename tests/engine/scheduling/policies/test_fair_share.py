@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.scheduling.cost import step_cost
 from engine.scheduling.policies.fair_share import LOOKED_AT, FairShare, FairTurns
-from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import BLOCKED_S, ELSEWHERE_WAIT_S, WINDOW_S, NearAmong
+from engine.scheduling.policies.policy import Locality
+from engine.scheduling.policies.tenants import BLOCKED_S, ELSEWHERE_WAIT_S, WINDOW_S, OnDeviceAmong
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
@@ -25,35 +25,35 @@ def request(
     return Request(new, arrival_number=arrival)
 
 
-class Near:
-    """Nearness by a set of adapters on the device."""
+class Resident:
+    """Locality by a set of adapters on the device."""
 
     def __init__(self, resident: set[str]) -> None:
         self.resident = resident
 
-    def is_far(self, request: Request) -> bool:
+    def lacks_adapter(self, request: Request) -> bool:
         return request.adapter_digest is not None and request.adapter_digest not in self.resident
 
     def key(self, request: Request) -> tuple[bool, bool]:
-        return self.is_far(request), False
+        return self.lacks_adapter(request), False
 
-    def near_among(self, adapters: Set[str | None]) -> list[str | None]:
+    def on_device_among(self, adapters: Set[str | None]) -> list[str | None]:
         return [adapter for adapter in adapters if adapter is None or adapter in self.resident]
 
 
 class SlowTurns(FairTurns):
     """Slow twin: it skips requests for adapters off the device one by one."""
 
-    def _drop_far_tenants(self, nearness: Nearness) -> None:
+    def _drop_off_device_tenants(self, locality: Locality) -> None:
         self._waiting = [*self._compared, *(self._waiting or ())]
         self._compared.clear()
         heapify(self._waiting)
 
-    def _near_queue(self, tenant_id: str, nearness: Nearness) -> list[Request]:
+    def _on_device_queue(self, tenant_id: str, locality: Locality) -> list[Request]:
         account = self._tenants.waiting.get(tenant_id)
         last = self._last_order_key.get(tenant_id, (-1, 0.0, 0))
         left = [r for r in account.queue if r.order_key > last] if account else []
-        return [r for r in left if not nearness.is_far(r)][LOOKED_AT - 1 :: -1]
+        return [r for r in left if not locality.lacks_adapter(r)][LOOKED_AT - 1 :: -1]
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -61,7 +61,7 @@ class SlowTurns(FairTurns):
 def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> None:
     adapters = [None, *"abcdefgh"]
     entered = data.draw(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(adapters)), min_size=1, max_size=60))
-    near = Near(data.draw(st.sets(st.sampled_from("abcdefgh"))))
+    locality = Resident(data.draw(st.sets(st.sampled_from("abcdefgh"))))
     charges = data.draw(st.lists(st.integers(0, 3), min_size=len(entered), max_size=len(entered)))
     slack, admitted = data.draw(st.sampled_from([0.0, 2.0])), data.draw(st.sets(st.integers(0, 60)))
 
@@ -70,7 +70,7 @@ def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> Non
         for i, (tenant_id, adapter) in enumerate(entered):
             enter(share, request(tenant_id, i, adapter=adapter))
         for _ in range(2):  # steps
-            turns = turns_type(share._tenants, [], near, slack)
+            turns = turns_type(share._tenants, [], locality, slack)
             while (r := turns.next(admits=True)) is not None:
                 found.append(r.request_id)
                 share.add_service(r, charges[r.arrival_number])
@@ -78,7 +78,7 @@ def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> Non
                     share.remove(r)
         return found
 
-    with mock.patch.multiple("engine.scheduling.policies.fair_share", FAR_IN_ALL=6, FAR_LOOKED_AT=3):
+    with mock.patch.multiple("engine.scheduling.policies.fair_share", OFF_DEVICE_IN_ALL=6, OFF_DEVICE_LOOKED_AT=3):
         assert order(FairTurns) == order(SlowTurns)
 
 
@@ -150,30 +150,30 @@ def test_low_demand_earns_no_credit_beside_long_streams() -> None:
     assert Counter(serve(share, 20)) == {"busy": 10, "sparse": 10}
 
 
-def beside_a_blocked_request() -> tuple[FairShare, NearAmong]:
+def beside_a_blocked_request() -> tuple[FairShare, OnDeviceAmong]:
     """Return a queue in which "patient" waits for an adapter since 0 s, and "busy" has a stream with much service."""
-    share, near_among = FairShare(), Near(set()).near_among
-    share.enter(request("patient", adapter="loading"), 0.0, near_among)
+    share, on_device_among = FairShare(), Resident(set()).on_device_among
+    share.enter(request("patient", adapter="loading"), 0.0, on_device_among)
     stream = request("busy", 1)
-    share.enter(stream, 0.0, near_among)
+    share.enter(stream, 0.0, on_device_among)
     share.remove(stream)
     share.add_service(stream, 10_000)
-    return share, near_among
+    return share, on_device_among
 
 
 @pytest.mark.parametrize("seconds", [BLOCKED_S, BLOCKED_S + 1])
 def test_a_request_that_waits_long_for_its_adapter_earns_no_credit_for_its_tenants_others(seconds: float) -> None:
-    share, near_among = beside_a_blocked_request()
+    share, on_device_among = beside_a_blocked_request()
     for i in range(60):
-        share.enter(request("patient", 2 + i), seconds, near_among)
-        share.enter(request("busy", 100 + i), seconds, near_among)
+        share.enter(request("patient", 2 + i), seconds, on_device_among)
+        share.enter(request("busy", 100 + i), seconds, on_device_among)
     served = Counter(serve(share, 20))
     assert served == ({"patient": 20} if seconds <= BLOCKED_S else {"busy": 10, "patient": 10})
 
 
 def test_a_tenant_blocked_for_long_lowers_no_other_ones_counter() -> None:
-    share, near_among = beside_a_blocked_request()
-    share.enter(request("new", 2), BLOCKED_S + 1, near_among)
+    share, on_device_among = beside_a_blocked_request()
+    share.enter(request("new", 2), BLOCKED_S + 1, on_device_among)
     assert share.counter("new") == share.counter("busy")
 
 
@@ -235,25 +235,25 @@ def test_priorities_age_and_targets_come_first() -> None:
     assert [turns.next(admits=True).arrival_number for _ in range(4)] == [1, 2, 0, 3]
 
 
-def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_served() -> None:
-    for ahead, expected in ((90, "near"), (110, "least")):
+def test_within_the_slack_the_best_locality_is_first_and_beyond_it_the_least_served() -> None:
+    for ahead, expected in ((90, "local"), (110, "least")):
         share = FairShare(slack=100)
-        for tenant_id in ("least", "near"):
+        for tenant_id in ("least", "local"):
             enter(share, request(tenant_id, 0 if tenant_id == "least" else 1, adapter=tenant_id))
-        share.add_service(request("near"), ahead)
-        found = share.turns([], Near({"near"})).next(admits=True)
+        share.add_service(request("local"), ahead)
+        found = share.turns([], Resident({"local"})).next(admits=True)
         assert found is not None
         assert found.tenant_id == expected
 
 
 @pytest.mark.parametrize("resident", [set[str](), {"older", "least"}])
-def test_among_equally_near_requests_the_least_served_is_first_also_within_the_slack(resident: set[str]) -> None:
+def test_among_requests_of_equal_locality_the_least_served_is_first_also_within_the_slack(resident: set[str]) -> None:
     """Before, the oldest request was first, which is always that of the tenant with the longest queue."""
     share = FairShare(slack=100)
     enter(share, request("older", 0, adapter="older"))
     enter(share, request("least", 1, adapter="least"))
     share.add_service(request("older"), 90)
-    found = share.turns([], Near(resident)).next(admits=True)
+    found = share.turns([], Resident(resident)).next(admits=True)
     assert found is not None
     assert found.tenant_id == "least"
 
