@@ -15,9 +15,9 @@ from itertools import islice
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.errors import Fault
+from engine.scheduling.block_demand import BlockDemand
 from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.drafter import Drafter, is_doubtful
-from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.locality import DeviceLocality
 from engine.scheduling.pacing import Pacer, PromptBudget, filling_rows, prompt_pressure
@@ -59,7 +59,7 @@ class Scheduler:
         *,
         policy: Policy | None = None,
         pacer: Pacer | None = None,
-        growth: Growth | None = None,
+        block_demand: BlockDemand | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """policy: fair share by default. `drafter` is set by the engine."""
@@ -79,7 +79,7 @@ class Scheduler:
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
         self._pacer = pacer if self._chunked else None
-        self._growth = growth or Growth(cache.block_size)
+        self._block_demand = block_demand or BlockDemand(cache.block_size)
         self._clock = clock
         self._failed: list[Request] = []
         self._by_adapter: dict[str, dict[str, dict[str, Request]]] = {}  # by digest, tenant and request id
@@ -110,7 +110,7 @@ class Scheduler:
         """
         plan = Plan()
         self._gave_way, self._num_reclaimed = set(), 0
-        self._growth.begin_step()
+        self._block_demand.begin_step()
         self.adapters.poll()
         # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant_id, num_bytes in self.adapters.take_loaded_bytes().items():
@@ -163,7 +163,7 @@ class Scheduler:
             if before is Status.WAITING:
                 self.policy.remove(request)
             if request.error is None:
-                self._growth.observe(request)
+                self._block_demand.observe(request)
             self._release(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -297,7 +297,7 @@ class Scheduler:
             max(0, self.cache.num_missing_blocks(request, request.num_tokens, prefix)),
         )
         if (
-            lacking != (0, 0) or not self._growth.leaves_room(request, prefix, self.running, self.cache)
+            lacking != (0, 0) or not self._block_demand.leaves_room(request, prefix, self.running, self.cache)
         ) and not self._reclaim(request, plan, lacking):
             return False
         self.policy.remove(request)

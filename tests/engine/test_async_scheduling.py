@@ -123,8 +123,8 @@ def twin(expected: dict[str, Any], make_engine: Make) -> dict[str, Any]:
 def test_every_parameter_answers_as_without(
     options: dict[str, Any], expected: dict[str, Any], make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     if "adapter_memory" in options:
         pool = make_engine()[0].adapters
         options = {"adapter_memory": pool.page_bytes * pool.max_pages}

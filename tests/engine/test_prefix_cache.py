@@ -67,8 +67,8 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 def test_shared_blocks_change_no_answer(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations of several tenants and adapters with equal beginnings share a cache that holds two of them."""
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     scripted = random.Random(5)
     beginnings = [[scripted.randrange(3, 380) for _ in range(40)] for _ in range(2)]
     asked = []

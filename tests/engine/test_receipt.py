@@ -113,8 +113,8 @@ def test_a_slot_that_changes_its_adapter_under_a_stream_is_reported(make_engine:
 
 
 def test_a_preempted_request_keeps_one_receipt(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     block_bytes = 2 * 2 * 2 * 16 * 4 * 16
     engine, digests = make_engine(kv_cache_memory=9 * block_bytes, max_model_len=128, enable_prefix_caching=False)
     for i in range(3):

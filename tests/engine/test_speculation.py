@@ -123,8 +123,8 @@ def test_every_sampling_feature_answers_as_without(
 def test_pressure_on_blocks_seats_and_rows_changes_no_answer(
     options: dict[str, Any], make_engine: Make, guesses: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     requests = [
         NewRequest(
             str(i),

@@ -198,7 +198,7 @@ def test_steps_that_catch_up_are_marked(make_engine: Make, monkeypatch: pytest.M
 def test_pressure_on_blocks_seats_and_rows_changes_no_answer(
     options: dict[str, Any], make_engine: Make, always: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     requests = requests_of(9, prompt=33, tokens=40, logprobs=1)
     expected = run(make_engine()[0], requests)
     engine, _ = make_engine("base", **options)

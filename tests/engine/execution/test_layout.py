@@ -87,8 +87,8 @@ def test_kept_arrays_are_those_of_a_new_layout(
     for digest in digests:  # load the adapters, so that the counts below do not depend on their arrival
         engine.add_request(NewRequest(digest, [1], SamplingParams(max_tokens=1), adapter_digest=digest))
     list(outputs_until_idle(engine))
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     for number in range(50):
         prompt = [3 + chance.randrange(300)] * chance.randrange(1, 60)
         params = SamplingParams(

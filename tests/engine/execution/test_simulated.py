@@ -67,8 +67,8 @@ def test_preempted_requests_answer_as_alone(
     alone, digests = make_engine()
     expected = {str(i): answer(alone, digests[i % 3], seed=i, prompt=5 + i) for i in range(12)}
     assert len({tuple(tokens) for tokens in expected.values()}) == 12
-    # Admission expects no growth, so that blocks run out.
-    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    # Admission expects no further blocks, so that they run out.
+    monkeypatch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
     crowded, _ = make_engine(
         kv_cache_memory=9 * BLOCK_BYTES, max_model_len=128, max_num_seqs=8, async_scheduling=async_scheduling
     )

@@ -13,8 +13,8 @@ from adapters.manifest import LM_HEAD, NO_LAYER, AdapterError
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import Residency
 from engine.errors import Fault
+from engine.scheduling.block_demand import BlockDemand
 from engine.scheduling.cost import SCORED
-from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.plan import Plan, StepLimits
@@ -40,15 +40,15 @@ class AlwaysThere:
         return [digest for digest in digests if digest is not None]
 
 
-class NoGrowth(Growth):
-    """Admission as if running requests never grew, so that they run out of blocks."""
+class NoBlockDemand(BlockDemand):
+    """Demand as if running requests never grew, so that they run out of blocks."""
 
     def peak(self, requests: Iterable[Request]) -> int:
         return 0
 
 
 def make(num_blocks: int = 64, block_size: int = 16, **options: Any) -> Scheduler:
-    parts = {name: options.pop(name) for name in ("pacer", "policy", "growth", "clock") if name in options}
+    parts = {name: options.pop(name) for name in ("pacer", "policy", "block_demand", "clock") if name in options}
     limits = StepLimits(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, **options})
     return Scheduler(KVCache(num_blocks, block_size), AlwaysThere(), limits, **parts)  # type: ignore[arg-type]
 
@@ -127,7 +127,7 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits_and_then_never_preempted_
 
 
 def test_when_blocks_run_out_the_tenant_furthest_ahead_gives_way_and_nothing_is_lost() -> None:
-    scheduler = make(num_blocks=12, max_num_seqs=4, growth=NoGrowth(16))
+    scheduler = make(num_blocks=12, max_num_seqs=4, block_demand=NoBlockDemand(16))
     requests = [ask(scheduler, t, 30, max_tokens=60) for t in "caaba"]
     steps = 0
     while not scheduler.num_preemptions:
@@ -197,7 +197,7 @@ def test_a_step_planned_ahead_counts_the_token_in_flight_and_stops_at_max_tokens
 
 
 def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
-    scheduler = make(num_blocks=4, max_num_batched_tokens=256, growth=NoGrowth(16))
+    scheduler = make(num_blocks=4, max_num_batched_tokens=256, block_demand=NoBlockDemand(16))
     first, second = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=9)
     for _ in range(2):
         plan = scheduler.schedule()
@@ -218,7 +218,7 @@ def test_one_preempted_with_its_token_in_flight_waits_for_it() -> None:
 
 
 def test_one_preempted_with_its_last_token_in_flight_ends_with_it() -> None:
-    scheduler = make(num_blocks=4, max_num_batched_tokens=256, growth=NoGrowth(16))
+    scheduler = make(num_blocks=4, max_num_batched_tokens=256, block_demand=NoBlockDemand(16))
     stays, ends = ask(scheduler, "a", 31, max_tokens=9), ask(scheduler, "b", 31, max_tokens=2)
     step(scheduler)
     plan = scheduler.schedule()

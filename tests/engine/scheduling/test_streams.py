@@ -233,8 +233,8 @@ def test_streams_are_planned_as_by_the_loop(
             for name, method in (("perf_counter", clock.now), ("monotonic", clock.now), ("sleep", clock.sleep)):
                 patch.setattr(time, name, method)
             patch.setattr(engine.scheduler, "_clock", clock.now)
-            # Admission expects no growth, so that blocks run out.
-            patch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+            # Admission expects no further blocks, so that they run out.
+            patch.setattr("engine.scheduling.block_demand.BlockDemand.peak", lambda self, requests: 0)
             patch.setattr(Streams, "plan", (lambda *_: None) if is_twin else counted)
             if is_twin:
                 patch.setattr(StepOutputs, "commit", commit_together)

@@ -1,4 +1,4 @@
-"""Expected growth of running requests, so that admission leaves blocks for it.
+"""Expected demand of running requests for KV blocks, so that admission leaves blocks for it.
 
 Without it, requests are admitted while blocks are free, grow together, and preempt each other: 40 requests of 200 + 800
 tokens in 400 blocks computed twice the useful tokens. The expected peak is that of LightLLM's "Past-Future" scheduler
@@ -24,9 +24,9 @@ BEYOND = 0.25
 _MEMORY = 0.95  # weight of the past in the average output
 
 
-class Growth:
-    """Expected output length, learnt from each tenant's ended requests: no tenant's short answers make the engine admit
-    too many of another's long ones.
+class BlockDemand:
+    """Expected demand for KV blocks. The output length is learnt from each tenant's ended requests: no tenant's short
+    answers make the engine admit too many of another's long ones.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -48,7 +48,7 @@ class Growth:
         self._sizes.clear()
 
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
-        """Return whether the blocks suffice for the expected growth of the running requests and of this one, whose
+        """Return whether the blocks suffice for the expected demand of the running requests and of this one, whose
         cached blocks are `prefix`. With no running request they do.
 
         Within a step, the sizes of requests that ran at the last call are not computed again.

@@ -1,9 +1,9 @@
-"""Expected growth: an answer without the peak, where memory is plenty, is the answer of the peak."""
+"""Expected block demand: an answer without the peak, where memory is plenty, is the answer of the peak."""
 
 import random
 from collections.abc import Sequence
 
-from engine.scheduling.growth import Growth
+from engine.scheduling.block_demand import BlockDemand
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from tests.engine.scheduling.world import Asked, World, run
@@ -11,7 +11,7 @@ from tests.engine.scheduling.world import Asked, World, run
 BLOCK_SIZE = 16
 
 
-class CountedGrowth(Growth):
+class CountedBlockDemand(BlockDemand):
     num_peaks = 0
 
     def peak(self, sizes: Sequence[tuple[float, int]]) -> int:
@@ -36,14 +36,14 @@ def test_a_quick_answer_is_the_peaks() -> None:
     chance, answers = random.Random(0), []
     for _ in range(800):
         cache = KVCache(chance.randrange(60, 250), BLOCK_SIZE)
-        growth, requests = CountedGrowth(BLOCK_SIZE), running(chance, cache)
+        demand, requests = CountedBlockDemand(BLOCK_SIZE), running(chance, cache)
         for request in requests[: chance.randrange(2)]:
-            growth.observe(request)
+            demand.observe(request)
         params = SamplingParams(max_tokens=chance.randrange(1, 300))
         new = Request(NewRequest("new", [1] * chance.randrange(1, 200), params))
-        found, is_quick = growth.leaves_room(new, [], requests, cache), not growth.num_peaks
-        sizes = sorted(growth._size(request) for request in [*requests, new])
-        assert found == (growth.peak(sizes) <= cache.num_blocks)
+        found, is_quick = demand.leaves_room(new, [], requests, cache), not demand.num_peaks
+        sizes = sorted(demand._size(request) for request in [*requests, new])
+        assert found == (demand.peak(sizes) <= cache.num_blocks)
         answers.append((found, is_quick))
     assert min(answers.count(kind) for kind in ((True, True), (True, False), (False, False))) > 20
 
@@ -58,7 +58,7 @@ def test_requests_that_end_together_need_the_sum_of_their_ends() -> None:
         for request in found[:2]:
             cache.start(request, [])
             cache.grow(request, request.num_tokens)
-        assert Growth(BLOCK_SIZE).leaves_room(found[2], [], found[:2], cache) == (num_blocks == 9)
+        assert BlockDemand(BLOCK_SIZE).leaves_room(found[2], [], found[:2], cache) == (num_blocks == 9)
 
 
 def test_short_answers_of_a_tenant_cause_no_preemptions_of_anothers_long_ones() -> None:
