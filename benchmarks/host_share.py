@@ -1,9 +1,9 @@
 """The host's share of a step, on a simulated device (`--device simulated:STEP_MS,MS_PER_TOKEN`).
 
-    python -m benchmarks.host_share [--seconds 8] [--core process,thread] [--only TEXT] [--json FILE] [--profile]
-                                    [--fronts 4] [-- ENGINE FLAGS]
+    python -m benchmarks.host_share [--seconds 8] [--engine-core-mode process,thread] [--only TEXT] [--json FILE]
+                                    [--profile] [--fronts 4] [-- ENGINE FLAGS]
 
-Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine` in each form
+Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine` in each mode
 of its core, streams from it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the
 device's rate that 64 streams reach, and the time to the first token of a long prompt beside 8 streams; and on the CPU
 itself, the rate of 1 and 16 streams. Figures are CPU times where possible. Run nothing else on the machine at the same
@@ -283,7 +283,7 @@ def beside_fronts(engine: ServedEngine, number: int) -> Iterator[None]:
         raise RuntimeError(f"expected the CPUs 0 and 1, this process may use {sorted(usable)}")
     cores = engine.core_processes()
     if not cores:
-        raise RuntimeError("expected a core in a process of its own (--core process)")
+        raise RuntimeError("expected a core in a process of its own (--engine-core-mode process)")
     _pin([engine.front], {1})
     _pin(cores, {0})
     os.sched_setaffinity(0, {1})
@@ -317,12 +317,12 @@ def served(
     model: Path,
     adapters: list[Path],
     flags: list[str],
-    forms: list[str],
+    modes: list[str],
     seconds: float,
     only: str,
     fronts: int,
 ) -> Iterator[tuple[str, Figures]]:
-    """Yield each measure's name and figures, in each form of the core."""
+    """Yield each measure's name and figures, in each mode of the core."""
 
     def streams_of(number: int) -> Callable[[ServedEngine], Any]:
         return lambda engine: rate(engine, number, seconds)
@@ -342,8 +342,8 @@ def served(
     alone = f"64 streams, a step every 4.5 ms, {fronts} fronts' load on the other CPU"
     measures.append((alone, f"simulated:{DECODE_MS},0", lambda e: rate_beside_fronts(e, seconds, fronts)))
     for name, device, measure in measures:
-        for form in forms if only in name else ():
-            if name == alone and form != "process":
+        for mode in modes if only in name else ():
+            if name == alone and mode != "process":
                 continue
             memory = 1 << 30 if device == "cpu" else MEMORY["kv_cache_memory"]
             with ExitStack() as stack:
@@ -351,17 +351,17 @@ def served(
                     model,
                     adapters,
                     device,
-                    ["--core", form, "--kv-cache-memory", str(memory), "--max-num-seqs", "256", *flags],
+                    ["--engine-core-mode", mode, "--kv-cache-memory", str(memory), "--max-num-seqs", "256", *flags],
                 )
                 stack.callback(engine.close)
-                yield f"{name}, {form}", asyncio.run(measure(engine))
+                yield f"{name}, {mode}", asyncio.run(measure(engine))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--seconds", type=float, default=8)
-    parser.add_argument("--core", default="process,thread", help="forms of the core, in turn")
+    parser.add_argument("--engine-core-mode", default="process,thread", help="modes of the core, in turn")
     parser.add_argument("--only", default="", help="measure only what has this text in its name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fronts", type=int, default=4, help="busy processes beside the front")
@@ -387,8 +387,8 @@ def main() -> None:
                     changing = core_steps(model, adapters, number, steps, False, range(100, 500), step_ms)
                     show(f"core, {number} streams that end after 100 to 500 tokens, {step_ms} ms a step", changing)
         if not flags.profile:
-            forms = flags.core.split(",")
-            measured = served(model, adapters, flags.flags, forms, flags.seconds, flags.only, flags.fronts)
+            modes = flags.engine_core_mode.split(",")
+            measured = served(model, adapters, flags.flags, modes, flags.seconds, flags.only, flags.fronts)
             for name, figures in measured:
                 show(name, figures)
     if flags.json is not None:

@@ -15,7 +15,7 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
-CoreForm = Literal["process", "thread"]
+CoreMode = Literal["process", "thread"]
 ToolFormatName = Literal["hermes", "llama3_json"]
 MetricsNames = Literal["loraplex", "vllm"]
 
@@ -123,12 +123,13 @@ class EngineConfig:
     preempt_after: float = option(
         0.25, least=0, help="Seconds after which streams of a tenant that is ahead give way to a waiting request."
     )
-    core: CoreForm | None = option(
+    engine_core_mode: CoreMode | None = option(
         None,
         help="Run scheduler and model in a process of their own, or in a thread of the server; default: a process on a "
         "GPU, a thread on the CPU.",
     )
     async_scheduling: bool | None = option(
+        former="--core",
         None, help="Plan the next step while the current one runs; default: on a GPU."
     )
     speculative_config: SpeculativeConfig | None = option(

@@ -42,7 +42,7 @@ def figures(machine: Machine) -> Iterator[str]:
             for i in range(machine.engine_adapters)
         ]
         flags = [
-            "--core",
+            "--engine-core-mode",
             "process",
             "--max-num-batched-tokens",
             str(machine.step_tokens),

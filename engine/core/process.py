@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, cast
 
-from engine.config import CoreForm, EngineConfig
+from engine.config import CoreMode, EngineConfig
 from engine.core.client import CoreClient, Link
 from engine.core.frames import Frames, head
 from kernels.devices import kind_of
@@ -22,21 +22,21 @@ CHILD = "engine.core.child"
 EXIT_SECONDS = 10.0
 
 
-def form_of(config: EngineConfig) -> CoreForm:
-    """Return the configured form of the core, or the device's default.
+def core_mode(config: EngineConfig) -> CoreMode:
+    """Return the configured mode of the core, or the device's default.
 
     On a GPU the host's work limits the rate of steps, so front and core run in two processes, each with its own
-    interpreter lock. The CPU is as fast in both forms (docs/perf/2026-11-23-host-share.md), and one process needs less
+    interpreter lock. The CPU is as fast in both modes (docs/perf/2026-11-23-host-share.md), and one process needs less
     memory.
     """
-    if config.core is not None:
-        return config.core
+    if config.engine_core_mode is not None:
+        return config.engine_core_mode
     return "thread" if kind_of(config.device).is_host else "process"
 
 
 async def open_link(core: CoreClient, config: EngineConfig) -> Link:
-    """Start a core in its form. Raises OSError."""
-    return await InProcess.open(core) if form_of(config) == "process" else InThread(core)
+    """Start a core in its mode. Raises OSError."""
+    return await InProcess.open(core) if core_mode(config) == "process" else InThread(core)
 
 
 class InThread:

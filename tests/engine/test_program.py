@@ -37,7 +37,11 @@ async def test_matrix_products_run_on_the_step_thread_before_the_engine_is_ready
 
     monkeypatch.setattr("engine.engine.measure_roofline", measured)
     config = EngineConfig(
-        model=str(tmp_path / "base"), device="cpu", core="thread", kv_cache_memory=1 << 20, adapter_memory=1 << 20
+        model=str(tmp_path / "base"),
+        device="cpu",
+        engine_core_mode="thread",
+        kv_cache_memory=1 << 20,
+        adapter_memory=1 << 20,
     )
     assert await serve(Server(config, ServerConfig(drain_seconds=0.1)), "127.0.0.1", 0, ready, None, nullcontext) == 0
     assert events == ["engine", "ready"]

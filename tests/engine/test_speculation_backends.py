@@ -145,7 +145,7 @@ async def test_a_core_in_a_process_drafts_and_answers_as_without(
         {"prompt": "a b a b", "max_tokens": 60, "n": 2, "seed": 5, "temperature": 1.0, "logprobs": 1},
     ]
     answers = []
-    for config in ({"core": "thread"}, {"core": "process", "speculative_config": NGRAM}):
+    for config in ({"engine_core_mode": "thread"}, {"engine_core_mode": "process", "speculative_config": NGRAM}):
         server = RunningServer(tiny / "base", config=config)
         try:
             client = Client(session, server.url)

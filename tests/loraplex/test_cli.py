@@ -141,6 +141,7 @@ def test_a_wrong_command_line_is_one_line_and_2(arguments, says):
         (("engine", "--model", "x", "--internal-token-file", "/no/token"), {}, "Error: --internal-token-file: "),
         (("engine", "--model", "x", "--lora-modules", "a=/no/dir"), {}, "--lora-modules: no such folder: /no/dir"),
         (("engine", "--model", "x/none.gguf"), {}, "no such file: x/none.gguf"),
+        (("engine", "--model", "x/none.gguf", "--core", "thread"), {}, "no such file: x/none.gguf"),
         *(
             (("engine", "--model", "x", flag, "/no/such/file"), {}, "--usage-log: no such folder: /no/such")
             for flag in ("--usage-log", "--finished-file")

@@ -32,8 +32,8 @@ from engine.config import EngineConfig, ServerConfig
 from engine.core import process
 
 process.CHILD = "testing.broken_core"  # its steps take so long that no stream ends by itself
-config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", core="process", max_num_seqs=8,
-                      kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_lora_rank=16)
+config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", engine_core_mode="process",
+                      max_num_seqs=8, kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_lora_rank=16)
 server = ServerConfig(port=0, internal_token="secret", usage_log=Path(sys.argv[2]), drain_seconds=90.0)
 program.FAILED_EXIT_S = 300.0
 sys.exit(program.run(config, server, ready=lambda port: print("ready", port, flush=True)))
@@ -129,7 +129,7 @@ async def test_a_failing_step_in_the_process_ends_its_requests(
     session: aiohttp.ClientSession, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(process, "CHILD", "testing.broken_core")
-    server = RunningServer(model, config={"core": "process"})
+    server = RunningServer(model, config={"engine_core_mode": "process"})
     try:
         client = Client(session, server.url)
         stream = await session.post(server.url + "/v1/completions", json=LONG)
@@ -146,4 +146,4 @@ async def test_a_failing_step_in_the_process_ends_its_requests(
 async def test_a_core_that_ends_while_it_loads_is_one_error(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(process, "CHILD", "engine.core.frames")
     with pytest.raises(OSError, match="the engine's core ended while it loaded the model"):
-        RunningServer(model, config={"core": "process"})
+        RunningServer(model, config={"engine_core_mode": "process"})

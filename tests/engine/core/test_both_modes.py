@@ -11,7 +11,7 @@ from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from engine.config import EngineConfig
 from engine.core import process
-from engine.core.process import form_of
+from engine.core.process import core_mode
 from kernels.devices import DeviceKind
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
@@ -85,7 +85,7 @@ async def leave(url: str, session: aiohttp.ClientSession) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("slow_steps")
-async def test_both_forms_answer_alike(
+async def test_both_modes_answer_alike(
     session: aiohttp.ClientSession, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(process, "CHILD", "testing.broken_core")  # its steps are slow too for the request that is left
@@ -99,17 +99,21 @@ async def test_both_forms_answer_alike(
     store = DirectoryStore(tmp_path / "store")
     digest = "sha256:" + store.put(modules["one"], BaseShape.from_config_dir(model)).digest
     results = {}
-    for form in ("thread", "process"):
+    for mode in ("thread", "process"):
         server = RunningServer(
-            model, tmp_path / "store", {"core": form}, internal_token="secret", lora_modules=tuple(modules.items())
+            model,
+            tmp_path / "store",
+            {"engine_core_mode": mode},
+            internal_token="secret",
+            lora_modules=tuple(modules.items()),
         )
         try:
             answers = await tell(server.url, session, digest)
-            results[form] = (answers, await leave(server.url, session))
+            results[mode] = (answers, await leave(server.url, session))
             metrics = await (await session.get(server.url + "/metrics", headers=INTERNAL)).text()
             # Three named adapters, the mixture, the prober's; a fourth load failed.
             assert 'loraplex_engine_adapter_host_loads_total{result="missing"}' in metrics
-            assert ("core_process_cpu_seconds_total" in metrics) == (form == "process")
+            assert ("core_process_cpu_seconds_total" in metrics) == (mode == "process")
             assert 'loraplex_engine_requests_finished_total{finish_reason="abort"} 1.0' in metrics
         finally:
             server.close()
@@ -120,23 +124,23 @@ async def test_both_forms_answer_alike(
     assert statuses == [200] * 12 + [400, 400, 404, 404]
 
 
-@pytest.mark.parametrize("form", ["thread", "process"])
-async def test_an_unknown_store_and_a_wrong_model_are_one_error(form: str, model: Path, tmp_path: Path):
+@pytest.mark.parametrize("mode", ["thread", "process"])
+async def test_an_unknown_store_and_a_wrong_model_are_one_error(mode: str, model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"^kv_cache_memory: 0 bytes hold 0 tokens"):
-        RunningServer(model, config={"core": form, "kv_cache_memory": 1})
+        RunningServer(model, config={"engine_core_mode": mode, "kv_cache_memory": 1})
     with pytest.raises(ValueError, match=r"^model: no such folder: .*nowhere"):
-        RunningServer(tmp_path / "nowhere", config={"core": form})
+        RunningServer(tmp_path / "nowhere", config={"engine_core_mode": mode})
 
 
-def test_the_form_follows_the_device(monkeypatch: pytest.MonkeyPatch):
-    def form(**fields: Any) -> str:
-        return form_of(EngineConfig(model="m", **fields))
+def test_the_mode_follows_the_device(monkeypatch: pytest.MonkeyPatch):
+    def mode(**fields: Any) -> str:
+        return core_mode(EngineConfig(model="m", **fields))
 
     for has_gpu in (True, False):
         monkeypatch.setattr(DeviceKind, "may_exist", lambda kind, has_gpu=has_gpu: kind.is_host or has_gpu)
-        forms = {device: form(device=device) for device in ("auto", "cpu", "cuda", "simulated:1,0")}
-        assert forms == {
+        modes = {device: mode(device=device) for device in ("auto", "cpu", "cuda", "simulated:1,0")}
+        assert modes == {
             "auto": "process" if has_gpu else "thread", "cpu": "thread", "cuda": "process", "simulated:1,0": "process"
         }  # fmt: skip
-        assert form(device="cpu", core="process") == "process"
-        assert form(device="cuda", core="thread") == "thread"
+        assert mode(device="cpu", engine_core_mode="process") == "process"
+        assert mode(device="cuda", engine_core_mode="thread") == "thread"
