@@ -114,22 +114,26 @@ class EngineConfig:
     fair_slack: int = option(
         256,
         least=0,
-        help="Tokens by which a tenant may be served ahead where its adapter or prefix is loaded, and by which "
-        "a tenant that begins to wait may be behind.",
+        help="Service per weight (a prompt token is 1, an output token at least 2) by which a tenant may be ahead and "
+        "still be served first where its adapter or prefix is loaded, and by which a tenant that begins to wait may be "
+        "behind.",
     )
     preempt_behind: int = option(
-        512, least=0, help="Tokens that a tenant must be behind before streams of another give way to it."
+        512,
+        least=0,
+        help="Service per weight (a prompt token is 1, an output token at least 2) that a tenant must be behind before "
+        "streams of another give way to it.",
     )
     preempt_after: float = option(
         0.25, least=0, help="Seconds after which streams of a tenant that is ahead give way to a waiting request."
     )
     engine_core_mode: CoreMode | None = option(
         None,
+        former="--core",
         help="Run scheduler and model in a process of their own, or in a thread of the server; default: a process on a "
         "GPU, a thread on the CPU.",
     )
     async_scheduling: bool | None = option(
-        former="--core",
         None, help="Plan the next step while the current one runs; default: on a GPU."
     )
     speculative_config: SpeculativeConfig | None = option(
