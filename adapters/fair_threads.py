@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from adapters.recent_use import RecentUse
+from adapters.decaying_sums import DecayingSums
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class FairThreads:
         self._weights: dict[str, float] = {}
         self._running: set[_Job] = set()
         # Thread seconds, for turns and priority, and CPU time, for the limit.
-        self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
+        self._used, self._cpu_used = DecayingSums(HALF_LIFE_S), DecayingSums(HALF_LIFE_S)
         # Tenants whose next job may not start yet, and the time (monotonic) from which it may.
         self._rests: dict[str, float] = {}
         self._num_pending = 0

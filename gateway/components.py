@@ -31,7 +31,7 @@ from gateway.fleet.failures.quarantine import Quarantine
 from gateway.fleet.failures.shared_deaths import SharedDeaths
 from gateway.fleet.history import History
 from gateway.fleet.kinds.kind import Services
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from gateway.fleet.kinds.table import make_kinds
 from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.engine_service import EngineService
@@ -228,7 +228,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         internal_token=settings.internal_token,
         base_names=lambda: bases.names,
         store=resources.store,
-        uses=RecentUses(redis, settings.redis_timeout),
+        uses=LastUses(redis, settings.redis_timeout),
         heartbeat_timeout=settings.engine_heartbeat_timeout,
     )
     kinds = make_kinds(services)

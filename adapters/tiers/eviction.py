@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from adapters.recent_use import RecentUse
+from adapters.decaying_sums import DecayingSums
 from adapters.tiers.reservations import Amount
 from adapters.use_counts import UseCounts
 
@@ -50,7 +50,7 @@ class IdleAdapters:
 
     # Least recently used first.
     _order: OrderedDict[str, Resident] = field(default_factory=OrderedDict)
-    _loaded: RecentUse = field(default_factory=lambda: RecentUse(HALF_LIFE_S))
+    _loaded: DecayingSums = field(default_factory=lambda: DecayingSums(HALF_LIFE_S))
     _uses: UseCounts = field(default_factory=UseCounts)
 
     def __contains__(self, digest: str) -> bool:

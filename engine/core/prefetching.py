@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
+from adapters.decaying_sums import DecayingSums
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError
-from adapters.recent_use import RecentUse
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.host_cache import HostCache
 from wire.digests import digest_name
@@ -31,7 +31,7 @@ class Prefetching:
     def __init__(self, host_cache: HostCache) -> None:
         self._host_cache = host_cache
         self._limit = host_cache.stats().max_bytes * TENANT_SHARE
-        self._loaded = RecentUse(HALF_LIFE_S)
+        self._loaded = DecayingSums(HALF_LIFE_S)
         # A lock of each tenant with hints in progress.
         self._turns = WeakValueDictionary[str, asyncio.Lock]()
 

@@ -8,7 +8,7 @@ from aiohttp import ClientSession
 
 from adapters.open_store import open_store
 from gateway.fleet.kinds.kind import Services
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from gateway.fleet.kinds.table import Kinds, make_kinds
 from testing.gateway.running import BASE_MODEL
 from testing.gateway.upstream import TOKEN
@@ -23,6 +23,6 @@ def kinds_of(session: ClientSession, store: Path | None = None, redis: Any = Non
             base_names=lambda: [BASE_MODEL],
             # Without a store every use of it fails.
             store=open_store(store) if store is not None else NonCallableMock(spec_set=()),
-            uses=RecentUses(redis, 10.0),
+            uses=LastUses(redis, 10.0),
         )
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from adapters import fair_threads, recent_use
+from adapters import decaying_sums, fair_threads
 from adapters.fair_threads import FairThreads, TooManyPending, Yielding
 
 TIMEOUT = 60
@@ -65,7 +65,7 @@ def test_a_second_tenant_starts_at_once_behind_many_of_the_first(threads):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Return the time of the pools and of recent use, which moves on request only."""
     now = [1000.0]
-    for module in (fair_threads, recent_use):
+    for module in (decaying_sums, fair_threads):
         monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
     return now
 

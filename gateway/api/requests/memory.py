@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from adapters.decaying_sums import DecayingSums
 from adapters.fair_threads import FairThreads
-from adapters.recent_use import RecentUse
 from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
 from gateway.process.gil_priority import lower_gil_priority
 from wire.shared_capacity import SharedCapacity
@@ -59,7 +59,7 @@ class RefusedWork:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seconds = RecentUse(REFUSED_HALF_LIFE_S)
+        self._seconds = DecayingSums(REFUSED_HALF_LIFE_S)
 
     def add(self, owner: str, seconds: float) -> None:
         with self._lock:

@@ -19,8 +19,8 @@ import msgspec
 import adapters
 from adapters.check import PREPARED
 from adapters.check_server import BOOT
+from adapters.decaying_sums import DecayingSums
 from adapters.manifest import AdapterError
-from adapters.recent_use import RecentUse
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, TooManyRefusedUploads, Unavailable
@@ -85,7 +85,7 @@ class Checker:
         self._limiter, self._busy = ConcurrencyLimiter(TENANTS_CHECKS), ConcurrencyLimiter(BUSY_CHECKS)
         self._operators = ConcurrencyLimiter(OPERATORS_CHECKS)
         # CPU time of all checks, and of those whose upload was refused.
-        self._used, self._refused = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
+        self._used, self._refused = DecayingSums(HALF_LIFE_S), DecayingSums(HALF_LIFE_S)
         self._client = CheckClient()
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from gateway.fleet.calls.answers import REFUSED, Incoming
 from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import Traits
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from wire.digests import digest_name
 from wire.service import ServiceElsewhere
 
@@ -53,7 +53,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     internal_token: str
     base_names: Callable[[], Collection[str]]
     store: AdapterStore
-    uses: RecentUses
+    uses: LastUses
     heartbeat_timeout: float = 5.0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from adapters import recent_use
+from adapters import decaying_sums
 from benchmarks.hostile.engine_work import dear_schema
 from engine.answering.errors import as_api_error
 from engine.core import grammars
@@ -193,7 +193,7 @@ async def test_a_neighbours_grammars_are_ready_before_the_48_dearest_of_another(
 @pytest.fixture
 def _nothing_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no CPU time of a tenant decay while a busy machine takes long."""
-    monkeypatch.setattr(recent_use, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(decaying_sums, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
 
 @pytest.mark.usefixtures("_nothing_is_forgotten")

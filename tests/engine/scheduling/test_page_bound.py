@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters import recent_use
+from adapters import decaying_sums
 from adapters.tiers import device_pool
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_pool import AdapterPool
@@ -205,7 +205,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(World, "__post_init__", noted)
     # Threads of earlier tests keep the real clock, and may still count a load before the first world.
-    for module in (device_pool, recent_use):
+    for module in (device_pool, decaying_sums):
         read = SimpleNamespace(monotonic=lambda: newest[0].now if newest else 0.0)
         monkeypatch.setattr(module, "time", read)
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.fleet.engines.engine import Address, EngineRecord
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from gateway.fleet.kinds.runtime_adapters import RuntimeAdapters
 from gateway.fleet.kinds.vllm import Vllm
 
@@ -20,7 +20,7 @@ class Server(RuntimeAdapters):
     """
 
     def __init__(self, *resident: str) -> None:
-        uses = RecentUses(None, 1.0)
+        uses = LastUses(None, 1.0)
         super().__init__(cast(Any, SimpleNamespace(session=None, store=None, uses=uses)), Vllm.adapter_api)
         self.engine = EngineRecord(Address("http://vllm", Vllm.traits, adapters=2))
         self.engine.state.finds_adapters = True

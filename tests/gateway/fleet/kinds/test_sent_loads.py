@@ -16,7 +16,7 @@ from gateway.fleet.engines.engine import Address, EngineRecord
 from gateway.fleet.engines.own_requests import NamedBody
 from gateway.fleet.kinds.foreign import INLINE_TOKENS
 from gateway.fleet.kinds.kind import FilesMissing
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from gateway.fleet.kinds.vllm import Vllm
 from testing.gateway.running import until
 
@@ -32,7 +32,7 @@ class Server(Vllm):
     """
 
     def __init__(self) -> None:
-        services = SimpleNamespace(session=None, store=None, uses=RecentUses(None, 1.0), internal_token="")
+        services = SimpleNamespace(session=None, store=None, uses=LastUses(None, 1.0), internal_token="")
         super().__init__(cast(Any, services))
         self.engine = EngineRecord(Address("http://vllm", Vllm.traits))
         self.steps: list[str] = []

@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 from redis.asyncio import Redis
 
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from gateway.fleet.kinds.unloading import STALE_S, victims
 from testing.gateway.running import Gateway, until
 from testing.gateway.vllm_double import VllmDouble
@@ -82,7 +82,7 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
 
 
 async def test_gateways_know_the_tenants_of_each_others_uses(redis: Redis):
-    one, two = RecentUses(redis, 10.0), RecentUses(redis, 10.0)
+    one, two = LastUses(redis, 10.0), LastUses(redis, 10.0)
     one.note("http://tenants", "x", "acme")
 
     async def is_known() -> bool:
@@ -109,12 +109,12 @@ class Unscanned(dict[str, float]):
 
 async def test_a_use_is_noted_again_for_its_last_tenant_without_a_search(monkeypatch: pytest.MonkeyPatch):
     """Each poll of a server notes all its running adapters again."""
-    uses = RecentUses(None, 1.0)
+    uses = LastUses(None, 1.0)
     for digest, tenant in (("x", "first"), ("x", "last"), ("y", "first")):
         uses.note("http://s", digest, tenant)
     before = dict(uses._own["http://s"])
     uses._own["http://s"] = Unscanned(before)
-    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.time.time", lambda: max(before.values()) + 9.0)
+    monkeypatch.setattr("gateway.fleet.kinds.last_uses.time.time", lambda: max(before.values()) + 9.0)
     uses.note_again("http://s", "x")
     uses.note_again("http://s", "z")
     own = uses._own["http://s"] = dict.copy(uses._own["http://s"])
@@ -122,8 +122,8 @@ async def test_a_use_is_noted_again_for_its_last_tenant_without_a_search(monkeyp
 
 
 async def test_what_is_known_of_a_use_is_forgotten_with_it(monkeypatch: pytest.MonkeyPatch):
-    uses = RecentUses(None, 1.0)
+    uses = LastUses(None, 1.0)
     uses.note("http://s", "x", "acme")
-    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.KEEP_SECONDS", -1.0)
+    monkeypatch.setattr("gateway.fleet.kinds.last_uses.KEEP_SECONDS", -1.0)
     assert await uses.all("http://s") == {}
     assert uses._last == {"http://s": {}}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, running_alone, settings, until
 from testing.gateway.upstream import TOKEN
@@ -190,7 +190,7 @@ async def test_a_client_that_leaves_after_its_load_does_not_fill_the_server(
     acme = await gateway.tenant("acme")
     first, second = await adapters(acme, 2)
     assert (await acme.complete(model=first)).status == 200
-    held = hold(monkeypatch, RecentUses, "all")
+    held = hold(monkeypatch, LastUses, "all")
     await held.leave(gateway, acme.complete(model=second))
 
     async def is_within_limit() -> bool:

@@ -32,7 +32,7 @@ from tests.gateway.fleet.kinds.test_vllm import adapters, key_file, served
 def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gateways poll servers and report uses five times as often, which the tests wait for."""
     monkeypatch.setattr("gateway.fleet.discovery.registry.POLL_SECONDS", 0.2)
-    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.REPORT_SECONDS", 0.2)
+    monkeypatch.setattr("gateway.fleet.kinds.last_uses.REPORT_SECONDS", 0.2)
 
 
 async def problems(gateway: Gateway) -> list[str]:

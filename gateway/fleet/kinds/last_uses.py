@@ -31,7 +31,7 @@ return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 """
 
 
-class RecentUses:
+class LastUses:
     """Last uses of adapters. redis: None for a process that shares its engines with no other. timeout: seconds of a
     call to Redis.
     """

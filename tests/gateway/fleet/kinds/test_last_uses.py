@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.last_uses import LastUses
 from testing.gateway.running import until
 
 
@@ -16,13 +16,13 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
         yield client
 
 
-async def order(uses: RecentUses, engine: str) -> list[str]:
+async def order(uses: LastUses, engine: str) -> list[str]:
     found = await uses.all(engine)
     return sorted(found, key=lambda digest: max(found[digest].values()))
 
 
 async def test_a_use_reported_late_keeps_its_place(redis: Redis):
-    one, two = RecentUses(redis, 10.0), RecentUses(redis, 10.0)
+    one, two = LastUses(redis, 10.0), LastUses(redis, 10.0)
     one.note("http://late", "first")
     assert await order(one, "http://late") == ["first"]
     # This use comes within a second of the last report, so it waits for the next one.
@@ -34,7 +34,7 @@ async def test_a_use_reported_late_keeps_its_place(redis: Redis):
 
 
 async def test_uses_during_a_report_are_reported_after_it(redis: Redis):
-    one, two = RecentUses(redis, 10.0), RecentUses(redis, 10.0)
+    one, two = LastUses(redis, 10.0), LastUses(redis, 10.0)
     for digest in ("a", "b", "c"):
         one.note("http://burst", digest)
         await asyncio.sleep(0)
