@@ -6,9 +6,9 @@ from the standard environment variables (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KE
 error quotes them. The client library implements time-outs and retries with back-off.
 
 An upload and the removal of the same digest may overlap. The collector writes a mark beside the adapter, then checks
-the adapter's age, and removes the mark last. An upload writes its objects, then checks the mark. Without a mark, the
-collector either sees the new objects' age or has ended, and the upload checks that its objects exist. With a mark, the
-upload waits and writes again.
+the adapter's age, and removes the mark last. An upload writes its objects, then checks the mark. If there is no mark,
+the collector has ended or will see the new objects' age, and the upload checks that its objects exist. If there is
+one, the upload waits and writes again.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""Recent uses per adapter, of absent adapters too, for evictions that keep the often used ones.
+"""Counts of recent uses per adapter, resident or not, so that evictions keep the adapters that are used most.
 
 Independent of sizes. Not thread-safe.
 """

@@ -1,7 +1,7 @@
 """Estimated speed of an engine under a steady load.
 
-On a CPU the steps of the load are measured (`engine.sizing_steps`). On a GPU a step takes its bound by the roofline,
-divided by the share of it that engines reach.
+On a CPU the steps of the load are measured (`engine.sizing_steps`). On a GPU the time of a step is its least time by
+the roofline, divided by the share of the roofline's rate that engines reach.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Errors of requests that exceed a model's context length, in OpenAI's wording.
 
-Clients parse it to learn that they must shorten the prompt or the answer. limit: the context length.
+Clients parse the message to learn that they must shorten the prompt or the answer. limit: the context length in tokens.
 """
 
 from wire.errors import BadRequest

@@ -1,8 +1,8 @@
 """Order of one tenant's requests, in the gateway's queue and in the engine: earliest deadline first.
 
-A request arrives once: when the gateway begins to read it, or the engine if it has no gateway. Deadlines and targets of
-the time to first token count from then, so the gateway's queue and the loads of adapters are part of them. Ageing and
-preemption between tenants count the wait in the present queue only.
+A request's arrival is the time at which the gateway begins to read it, or the engine if it has no gateway. Deadlines
+and targets of the time to first token count from its arrival, so they include the wait in the gateway's queue and the
+loads of adapters. Ageing and preemption between tenants count the wait in the present queue only.
 """
 
 # Target of the time to first token that orders a request without a target of its own, in seconds.

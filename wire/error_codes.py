@@ -1,6 +1,6 @@
-"""Error codes by which a receiver decides: the gateway about an engine's answer, the command line about a gateway's.
+"""Error codes on which our own programs act: the gateway on those of an engine, the command line on those of a gateway.
 
-Other codes are for people and clients only.
+Our programs act on no other code; only clients and people read the others.
 """
 
 # The engine refuses the adapter itself, whichever engine gets it.

@@ -1,4 +1,4 @@
-"""Duty cycle of jobs without urgency, such as a probe's passes: their share of the time while requests run."""
+"""Limit on the share of time that background jobs, such as a probe's forward passes, take while requests run."""
 
 import asyncio
 import time

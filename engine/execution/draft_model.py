@@ -1,11 +1,12 @@
 """Drafts by a smaller model of the same vocabulary, with a KV cache of its own and without adapters.
 
-A request that drafts has a twin, whose tokens are the request's and then the drafts. The twin samples with the
-request's parameters, seed and positions, so that similar models draw the same tokens. A proposal first computes the
-tokens that the draft model has not seen, for all requests in one batch, and then one draft of each request a pass.
+Each request that drafts has a twin in the draft model: a request with the same tokens, followed by the drafts. The twin
+samples with the request's parameters, seed and positions, so that similar models draw the same tokens. `propose` first
+computes the tokens that the draft model has not seen yet, of all requests in one batch. Each further pass computes one
+draft for each request.
 
-A request far behind (a new prompt, or one that had no drafts for a while) has no drafts until it has caught up, over
-several steps, while other requests draft.
+A new prompt, or a request that had no drafts for a while, is far behind: it gets no drafts until its twin has caught
+up, which takes several steps. Other requests draft in these steps.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """The engine's state: returned on request, or pushed to followers.
 
-A follower receives a line at once, after each change of residency, load or draining, and every second without changes;
-a longer silence means a fault.
+A follower receives a line when it connects, after each change of residency, load or draining, and every second without
+a change; a longer silence means a fault.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Histogram for events of every token: an observation of prometheus_client's takes 6 us, one of this 0.5 us."""
+"""Histogram that is fast enough for an observation per token: 0.5 us each; prometheus_client's takes 6 us."""
 
 import math
 from bisect import bisect_left

@@ -1,11 +1,11 @@
 """Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
-prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. A single probe
-has the turn, with a pause after each of its jobs (`answering/duty_cycle.py`): the load, and each pass over a prompt.
-The pauses keep the delay of requests small, however many probes there are. A job longer than TURN_S waits for something
-else: a heavy tenant's load rests, and its pass waits behind its own requests. Its probe leaves the turn to the next one
-until the job has ended. Independent of HTTP.
+prompt. The scheduler counts its service for the tenant, and the device pool evicts by its usual rules. Probes take
+turns. A probe pauses after each of its jobs (`answering/duty_cycle.py`), which are the load and each pass over a
+prompt, so the delay of requests stays small, however many probes there are. A job that takes longer than TURN_S does
+not compute but waits: a heavy tenant's load rests, or a pass is behind the tenant's own requests. The next probe then
+has the turn until the job has ended. Independent of HTTP.
 """
 
 import asyncio

@@ -5,9 +5,9 @@ two tenants never share a block, and two adapters only the blocks before an acti
 prefix caching; the chain is blake2b, so that keys of different prompts do not collide). A block without holders keeps
 its content until it is needed: the least recently freed one is evicted first.
 
-A preempted request's blocks keep their content in the same way. Blocks without a shared key get a key of the request:
-the last, partly filled block, and without prefix caching all of them. So a request that is preempted while memory is
-free continues without computing anything again.
+A preempted request's blocks keep their content in the same way. Its blocks without a shared key (the last, partly
+filled one, or all of them without prefix caching) get a key that only this request uses. So a request that is preempted
+while memory is free continues without computing anything again.
 """
 
 import hashlib

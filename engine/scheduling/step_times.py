@@ -1,8 +1,8 @@
 """Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock.
 
-A proposer's work to catch up with requests before it can draft for them is paid from a credit: the time that drafts
-have saved, and a share of the time of steps without drafts, for trials. So an engine loses at most the initial credit
-once, and after that at most this share of its time, even if no draft is ever accepted.
+A proposer must compute a request's tokens before it can draft for it. A credit of time pays for this work: it grows by
+the time that drafts save and, for trials, by a share of the time of steps without drafts. So an engine loses at most
+the initial credit once, and after that at most this share of its time, even if no draft is ever accepted.
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,8 @@
 
 A kernel with `EARLY` waits (`gdc_wait`) before it reads what earlier kernels of its step write, and before it writes
 anything. It calls `gdc_launch_dependents` only after its own wait, when all kernels ahead of it have ended. So the next
-kernel may read, before its own wait, whatever this kernel does not write. Every kernel with `EARLY` waits; therefore
-other kernels find a stream's work in order.
+kernel may read, before its own wait, whatever this kernel does not write. A kernel without `EARLY` still runs after all
+earlier work of its stream, because every kernel with `EARLY` waits.
 
 Only neighbours in a single stream launch early: CUDA does not document how a capture treats an early launch behind the
 join of two streams. Not measured yet, because no GPU was at hand (docs/lab-notes.md).

@@ -1,14 +1,14 @@
 """Sampling in three launches: no sort, no wait for the host, any mix of rows in one CUDA graph.
 
 No program reads two rows, so a row's token never depends on the other rows. Semantics: `kernels.reference.sample`.
-Top-k and top-p are cuts by value: the largest t such that the tokens `>= t` count k or weigh top_p. Floats map to
-integers in the same order, and each round of a search narrows the interval of t to a quarter. The draw is an inverse
-CDF over the remaining tokens, in vocabulary order, summed in fp64.
+Top-k and top-p keep the tokens whose value is at least t: the largest t at which k tokens remain, or tokens with top_p
+of the weight. A search over integers, to which floats map in the same order, finds t: each round narrows the interval
+of t to a quarter. The draw is an inverse CDF over the remaining tokens, in vocabulary order, summed in fp64.
 
 Rows with cuts are divided among several programs: each keeps the `CANDIDATES` likeliest tokens of its part of the
-vocabulary, and one program then cuts and draws among these. Its answer is exact if every token that remains is among
-them, which it can tell. Other rows take the last launch, where one program reads the whole row: one pass if greedy,
-three for a plain draw, sixteen more for each kind of cut that the candidates could not answer.
+vocabulary, and one program then cuts and draws among these. Its answer is exact if the candidates contain every token
+that the cuts keep, which the program checks. All other rows take the last launch, where one program reads the whole
+row: one pass if greedy, three for a plain draw, sixteen more for each kind of cut that the candidates could not answer.
 """
 
 import torch
