@@ -26,7 +26,7 @@ from gateway.process.drain import Drain
 from gateway.process.loop_lag import LoopLag
 from gateway.quota.quota import Quota
 from gateway.records.sql.database import Database
-from gateway.route_table import PARAMETERS, add_routes
+from gateway.route_table import KEYED, PARAMETERS, add_routes
 from gateway.settings import Settings
 from gateway.spans import TRUST_TRACEPARENT, UNTRACED
 from wire.telemetry.spans import trace_requests
@@ -65,7 +65,7 @@ def _middlewares(gateway: Gateway) -> list[Middleware]:
     resources, records = gateway.resources, gateway.records
     settings, metrics = resources.settings, resources.metrics
     wrong_keys = records.wrong_keys.middleware()
-    unserved = UnservedRate(settings.unserved_per_second, records.is_proved, metrics).middleware()
+    unserved = UnservedRate(settings.unserved_per_second, records.is_proved, metrics, KEYED).middleware()
     order = [
         observe(metrics, settings.proxy_networks, records.refusals, records.request_ids.new),
         gateway.connections.middleware(),

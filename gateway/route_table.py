@@ -12,6 +12,8 @@ from gateway.pages.routes import PAGES
 TABLE = API | PAGES
 ROUTES = tuple(route for routes in TABLE.values() for route in routes)
 PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES if route.query is not None}
+# Patterns of the routes that check the key in `Authorization`; pages check a session instead.
+KEYED = frozenset(route.canonical for route in ROUTES if route.scope not in (None, "page"))
 
 
 def add_routes(app: web.Application, objects: Mapping[type, Any], guards: Guards) -> None:

@@ -3,7 +3,8 @@
 Each issued key, and each address without one, has a token bucket. While it is empty, further requests wait before they
 are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
 almost as much time of the event loop as a small answer. Requests that an engine serves do not count, so an honest
-client never waits. Requests for which there is no engine count too: no limit of the tenant does.
+client never waits. Requests for which there is no engine count too: no limit of the tenant does. A request whose key is
+not verified, for example because its route checks none, counts by address: a tenant can make any number of keys.
 
 A bucket of 100 requests is 120 ms of the event loop. So after the first ones, an owner's next request begins only some
 milliseconds after each of them: other requests then find most iterations of the event loop free.
@@ -11,7 +12,7 @@ milliseconds after each of them: other requests then find most iterations of the
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -48,21 +49,25 @@ KEY_PREFIX = "lpx_"
 
 class UnservedRate:
     """Token buckets of one process. rate: requests a second. is_proved: returns whether a secret is
-    certainly not a guess: an issued key, or a strong secret of the deployment.
+    certainly not a guess: an issued key, or a strong secret of the deployment. keyed: the patterns of the routes that
+    check the key in `Authorization`.
     """
 
-    def __init__(self, rate: float, is_proved: Callable[[str], bool], metrics: Metrics) -> None:
+    def __init__(
+        self, rate: float, is_proved: Callable[[str], bool], metrics: Metrics, keyed: Container[str] = ()
+    ) -> None:
         self._seconds_each = 1 / rate
         self._is_proved = is_proved
         self._metrics = metrics
+        self._keyed = keyed
         self._start_limiter = StartLimiter()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
         # Key on record -> the owner of its tenant's bucket; an operator's key maps to itself. Added at the key's first
         # request.
         self._tenants = BoundedDict[str, str](MAX_OWNERS)
-        # Issued keys that were deleted. A tenant can make any number of them, so their requests count by address.
-        self._deleted = BoundedDict[str, None](MAX_OWNERS)
+        # Issued keys that were deleted, or that no request has verified. Their requests count by address.
+        self._unverified = BoundedDict[str, None](MAX_OWNERS)
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes outside the error boundary and the work of a request."""
@@ -82,15 +87,11 @@ class UnservedRate:
                 has_begun = True
                 response = await handler(request)
             except asyncio.CancelledError:
+                if has_begun:
+                    owner, longest = self._payer(request, key, caller, owner, longest)
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
-            if key and key == KEY_PREFIX + (caller.key_id or ""):
-                owner, longest = key, KEY_SECONDS
-                self._tenants.put(owner, owner if caller.tenant_id is None else f"tenant {caller.tenant_id}")
-            elif request.get(ERROR_CODE) == InvalidKey.code and caller.key_id is None and owner.startswith(KEY_PREFIX):
-                self._tenants.pop(owner, None)
-                self._deleted.put(owner, None)
-                owner, longest = client_network(caller.address), ADDRESS_SECONDS
+            owner, longest = self._payer(request, key, caller, owner, longest)
             is_absent = request.get(ERROR_CODE) in ABSENT
             # A 3xx answers a form, with a session or without. The client did not cause other 5xx.
             is_refused = is_absent or 300 <= response.status < 500
@@ -99,6 +100,20 @@ class UnservedRate:
             return response
 
         return middleware
+
+    def _payer(self, request: web.Request, key: str, caller: Caller, owner: str, longest: float) -> tuple[str, float]:
+        """Return the owner that pays for a request, and its maximum wait, now that its key is verified or not."""
+        if key and key == KEY_PREFIX + (caller.key_id or ""):
+            self._tenants.put(key, key if caller.tenant_id is None else f"tenant {caller.tenant_id}")
+            self._unverified.pop(key, None)
+            return key, KEY_SECONDS
+        # A request may be refused before its key is checked, for example for a query parameter.
+        is_known = owner in self._tenants and request.get(ERROR_CODE) != InvalidKey.code
+        if caller.key_id is not None or is_known or not owner.startswith(KEY_PREFIX):
+            return owner, longest
+        self._tenants.pop(owner, None)
+        self._unverified.put(owner, None)
+        return client_network(caller.address), ADDRESS_SECONDS
 
     def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float, *, rests: bool = True) -> None:
         """Count a request that no engine served. Operators' requests do not count.
@@ -110,8 +125,8 @@ class UnservedRate:
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)
         owed = self._take(owner, cost, longest)
         # Not the tenant of a session, whose owner is an address, nor the one for which an operator asks.
-        if caller.tenant_id is not None and owner == KEY_PREFIX + (caller.key_id or ""):
-            self._take(f"tenant {caller.tenant_id}", cost / TENANT_RATE, longest)
+        if (tenant := self._tenants.get(owner, owner)) != owner:
+            self._take(tenant, cost / TENANT_RATE, longest)
         if rests and owed > FREE_SECONDS:
             self._start_limiter.rest(owner, min(REST_SECONDS, self._seconds_each))
 
@@ -135,23 +150,29 @@ class UnservedRate:
         await self._start_limiter.begin(owner)
 
     def _issued_key(self, request: web.Request) -> str:
-        """Return the part of the request's secret that identifies it, empty if the secret may be a guess."""
+        """Return the part of the request's secret that identifies it. It is empty if the secret may be a guess, and on
+        routes that do not check it.
+        """
+        resource = request.match_info.route.resource
+        if resource is None or resource.canonical not in self._keyed:
+            return ""
         presented = request.headers.get("Authorization", "").partition(" ")[2].strip()
         return presented[:20] if self._is_proved(presented) else ""
 
     def _owner(self, key: str, caller: Caller) -> tuple[str, float]:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""
-        if key and not self._may_be_deleted(key):
+        if key and not self._may_be_unverified(key):
             return key, KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS
 
-    def _may_be_deleted(self, key: str) -> bool:
-        """Return whether an issued key is deleted or, once more such keys were used than are remembered, may be so.
+    def _may_be_unverified(self, key: str) -> bool:
+        """Return whether an issued key was not verified or, once more such keys were used than are remembered, may have
+        been used so.
 
-        Otherwise deleted keys that are used in turn, each after it was forgotten, would have no rate.
+        Otherwise such keys that are used in turn, each after it was forgotten, would have no rate.
         """
-        is_forgotten = len(self._deleted) >= MAX_OWNERS and key.startswith(KEY_PREFIX) and key not in self._tenants
-        return is_forgotten or key in self._deleted
+        is_forgotten = len(self._unverified) >= MAX_OWNERS and key.startswith(KEY_PREFIX) and key not in self._tenants
+        return is_forgotten or key in self._unverified
 
 
 def _is_probe(request: web.Request) -> bool:

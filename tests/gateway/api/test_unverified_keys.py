@@ -1,0 +1,70 @@
+"""Keys that no request has verified: a tenant can make any number of them, so they have no rate of their own."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from gateway.api import unserved_rate
+from testing.gateway.clocks import SleepClock
+from testing.gateway.running import Client, Gateway
+from testing.gateway.upstream import Upstream
+from tests.gateway.api.test_unserved_rate import BURST, DELAYED, RATE, metric
+
+
+@pytest.fixture
+async def keys(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Gateway, list[Client]]]:
+    """Start a gateway whose buckets never fill again, and make more keys of a tenant than requests fit in a bucket."""
+    clock = SleepClock()
+    clock.put(monkeypatch, unserved_rate)
+    clock.go.set()
+    async with serve(unserved_per_second=RATE) as gateway:
+        # The operator's requests do not wait behind those of its address.
+        gateway.admin = gateway.client((await gateway.admin.post("/admin/api/keys")).json["key"])
+        await gateway.tenant("mallory")
+        made = [await gateway.admin.post("/admin/api/tenants/mallory/keys") for _ in range(BURST + 6)]
+        yield gateway, [gateway.client(each.json["key"]) for each in made]
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/console/login", "/v1/none", "/console/"])
+async def test_they_count_by_address_on_routes_that_check_none(path: str, keys: tuple[Gateway, list[Client]]):
+    """Each key had a rate of its own there."""
+    gateway, clients = keys
+    for client in clients:
+        await client.get(path, allow_redirects=False)
+    assert await metric(gateway, DELAYED) >= 5
+
+
+async def test_they_count_by_address_beside_a_session(keys: tuple[Gateway, list[Client]]):
+    gateway, clients = keys
+    async with gateway.browser(clients[0].key or "", "/console") as browser:
+        for client in clients:
+            assert (await browser.get("/console/help", headers=client.headers)).status == 200
+    assert await metric(gateway, DELAYED) >= 5
+
+
+async def test_they_count_by_address_if_a_request_is_refused_before_its_key_is_checked(
+    keys: tuple[Gateway, list[Client]],
+):
+    gateway, clients = keys
+    for _ in range(2):
+        for client in clients:
+            assert (await client.get("/v1/key?x=1")).status == 400
+    delayed = await metric(gateway, DELAYED)
+    assert delayed >= len(clients)
+    # The first request that verifies a key still waits behind the address, and the next ones do not.
+    assert [(await clients[0].get("/v1/key")).status for _ in range(3)] == [200] * 3
+    assert await metric(gateway, DELAYED) == delayed + 1
+
+
+async def test_refusals_before_a_known_key_is_checked_count_for_its_tenant(keys: tuple[Gateway, list[Client]]):
+    gateway, clients = keys
+    for client in clients:
+        assert (await client.get("/v1/key")).status == 200
+    assert await metric(gateway, DELAYED) == 0
+    for _ in range(unserved_rate.TENANT_RATE):
+        for client in clients:
+            assert (await client.get("/v1/key?x=1")).status == 400
+    assert await metric(gateway, DELAYED) > 0
