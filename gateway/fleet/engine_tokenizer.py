@@ -9,12 +9,16 @@ from gateway.errors import BadRequest, NoEngine
 from gateway.fleet.calls.answers import REFUSED
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.kinds.kind import read_detail
+from gateway.fleet.kinds.kind import BodyTooLarge, read_detail
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.base import Base, Binding
 from wire.http_errors import HTTP_ERRORS
+from wire.text.tokenizer import TextTooLong
 
 log = logging.getLogger(__name__)
+
+# Bytes of an answer for each token, with the comma behind its id, and for everything else.
+TOKEN_BYTES, OTHER_BYTES = 16, 2**16
 
 
 class _Tokens(msgspec.Struct):
@@ -31,11 +35,15 @@ class EngineTokenizer:
     async def tokens(self, base: Base, body: dict[str, Any]) -> list[int]:
         """Return the token ids of a `/tokenize` body (without `model`), computed by an engine of the base.
 
-        Raises BadRequest for a conversation that the chat template refuses, NoEngine if no engine answers.
+        Raises BadRequest for a conversation that the chat template refuses, TextTooLong for more tokens than the
+        context, of which millions would take some hundred MB here, NoEngine if no engine answers.
         """
+        most = OTHER_BYTES + TOKEN_BYTES * base.context_length
         for engine in self._engines(base):
             try:
-                status, answer = await self._kinds[engine.address.traits.name].tokenize(engine, base.name, body)
+                status, answer = await self._kinds[engine.address.traits.name].tokenize(engine, base.name, body, most)
+            except BodyTooLarge:
+                raise TextTooLong(base.context_length) from None
             except HTTP_ERRORS as error:
                 log.warning("engine %s did not tokenize a prompt: %s", engine.url, type(error).__name__)
                 continue

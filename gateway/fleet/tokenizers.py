@@ -72,7 +72,7 @@ class Tokenizers:
     async def count(self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes) -> list[int]:
         """Return the number of tokens of each prompt, counted by an engine. raw: the request's body.
 
-        Raises BadRequest, also for more than MAX_COUNTED texts, and NoEngine.
+        Raises BadRequest, also for more than MAX_COUNTED texts, TextTooLong and NoEngine.
         """
         if isinstance(request, ChatCompletionRequest):
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -92,7 +92,7 @@ class Tokenizers:
         ]
 
     async def encode(self, base: Base, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens. Raises NoEngine."""
+        """Return the tokens of a text, without special tokens. Raises TextTooLong, NoEngine."""
         tokenizer = await self.of(base)
         if tokenizer is not None:
             return tokenizer.encode(text, add_special_tokens=False)

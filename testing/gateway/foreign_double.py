@@ -37,10 +37,11 @@ class ForeignDouble(ABC):
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.redirect = ""
         self.fail_loads: str | None = None
-        # Bodies of `/tokenize`, and the message and delay of its answers.
+        # Bodies of `/tokenize`, and the message, delay and number of tokens of its answers.
         self.tokenized: list[dict[str, Any]] = []
         self.refuse_tokenize: str | None = None
         self.tokenize_seconds = 0.0
+        self.tokenize_count = PROMPT_TOKENS
         self.max_num_seqs = 1024
         self.running = self.most_running = 0
         self._line: deque[asyncio.Future[None]] = deque()
@@ -129,7 +130,8 @@ class ForeignDouble(ABC):
         await asyncio.sleep(self.tokenize_seconds)
         if self.refuse_tokenize is not None:
             return web.json_response({"error": {"message": self.refuse_tokenize}}, status=400)
-        return web.json_response({"count": PROMPT_TOKENS, "max_model_len": 4096, "tokens": [1] * PROMPT_TOKENS})
+        count = self.tokenize_count
+        return web.json_response({"count": count, "max_model_len": 4096, "tokens": [1] * count})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self.redirect:

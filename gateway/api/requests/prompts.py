@@ -107,7 +107,10 @@ class PromptReader:
         tokenizer = await self._tokenizers.of(base)
         if tokenizer is not None:
             return partial(_lengths, tokenizer, request, base.context_length)
-        counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
+        try:
+            counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
+        except TextTooLong as error:
+            raise prompt_too_long(_prompt_field(request), base.context_length, error.at_least) from None
         return lambda: counted
 
     async def measure(
@@ -122,8 +125,7 @@ class PromptReader:
 
     def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: CountTokens) -> InferenceRequest:
         """Return the checked body. limit: the context length."""
-        is_chat = isinstance(request, ChatCompletionRequest)
-        field = "messages" if is_chat else "prompt"
+        is_chat, field = isinstance(request, ChatCompletionRequest), _prompt_field(request)
         try:
             lengths = count()
         except TextTooLong as error:
@@ -167,6 +169,10 @@ class PromptReader:
         known = request.__struct_fields__
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         return {name: msgspec.json.decode(field) if name in known else field for name, field in fields.items()}
+
+
+def _prompt_field(request: AnyRequest) -> str:
+    return "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
 
 
 def _check_max_tokens(request: AnyRequest, limit: int) -> None:

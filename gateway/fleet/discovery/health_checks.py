@@ -9,7 +9,7 @@ from aiohttp import ClientResponseError, ClientSession
 from gateway.fleet.discovery.sleeping import Supervisors
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.health import Health, network_reason
-from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured
+from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured, read_body
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.registry import Bases, NoBase
 from gateway.records.caches.lookups import Lookups
@@ -83,7 +83,7 @@ class HealthChecks:
         """
         url = engine.url + kind.health_path
         async with self._session.get(url, timeout=HEALTH_TIMEOUT, allow_redirects=False) as response:
-            return response.status, "" if response.status == 200 else _status(await response.read())
+            return response.status, "" if response.status == 200 else _status(await read_body(response))
 
     async def running_instance(self, engine: EngineRecord) -> str | None:
         """Return the instance that runs at the engine's address, None if that cannot be read now.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from aiohttp import BytesPayload, ClientResponse, ClientResponseError, ClientSession, ClientTimeout
+from aiohttp import BytesPayload, ClientError, ClientResponse, ClientResponseError, ClientSession, ClientTimeout
 from aiohttp.abc import AbstractStreamWriter
 
 from adapters.store import AdapterStore
@@ -30,6 +30,14 @@ CONNECT_SECONDS = 5.0
 TOKENIZE_TIMEOUT = ClientTimeout(total=10.0)
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 OVERLOADED = "The engine is overloaded; try again shortly."
+# Most bytes that are read of an answer of an engine's own routes, such as its metrics or its list of models.
+MAX_BODY_BYTES = 8 * 2**20
+# Most digits of a Retry-After in seconds.
+MAX_RETRY_DIGITS = 5
+
+
+class BodyTooLarge(ClientError):
+    """The answer of an engine's own route is larger than the gateway accepts."""
 
 
 class FilesMissing(UpstreamFailed):
@@ -94,18 +102,18 @@ class EngineKind(ABC):
         """
         raise NotImplementedError
 
-    async def tokenize(self, engine: EngineRecord, model: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    async def tokenize(self, engine: EngineRecord, model: str, body: dict[str, Any], most: int) -> tuple[int, bytes]:
         """Return status and body of the answer to a text or a conversation for `/tokenize`. model: the base model's
-        name, for an engine that has not reported its own.
+        name, for an engine that has not reported its own. most: largest size of the answer in bytes.
 
-        Raises ClientError, OSError, TimeoutError.
+        Raises BodyTooLarge, ClientError, OSError, TimeoutError.
         """
         headers = {"Content-Type": "application/json", **self.headers(engine)}
         data = msgspec.json.encode({"model": engine.state.model or model, **body})
         async with self._session.post(
             f"{engine.url}/tokenize", data=data, headers=headers, timeout=TOKENIZE_TIMEOUT, allow_redirects=False
         ) as response:
-            return response.status, await response.read()
+            return response.status, await read_body(response, most)
 
     async def probe(
         self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Callable[[], None]
@@ -166,7 +174,7 @@ class EngineKind(ABC):
             if response.status != 200:
                 # Redirects are refused too: a server's secret is never sent to another server.
                 raise ClientResponseError(response.request_info, response.history, status=response.status)
-            return await response.read()
+            return await read_body(response)
 
     async def post(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str], url: str | None = None
@@ -187,6 +195,19 @@ class EngineKind(ABC):
         return await self._session.post(url, data=data, headers=headers, allow_redirects=False, timeout=timeout)
 
 
+async def read_body(response: ClientResponse, most: int = MAX_BODY_BYTES) -> bytes:
+    """Return the body of an answer of an engine's own route. A foreign server may send one without an end.
+
+    Raises BodyTooLarge for more than `most` bytes, ClientError, OSError, TimeoutError.
+    """
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most:
+            raise BodyTooLarge(f"the answer has more than {most} bytes")
+    return bytes(body)
+
+
 class NotedBytes(BytesPayload):
     """Body of a request. note: called before its first byte, with which the headers go, is sent."""
 
@@ -200,10 +221,10 @@ class NotedBytes(BytesPayload):
 
 
 class ErrorDetail(msgspec.Struct):
-    """Fields of OpenAI's error object. A code that is not a text, such as a repeated status, is None."""
+    """Fields of OpenAI's error object. A param or code that is not a text, such as a repeated status, is None."""
 
     message: str = ""
-    param: Any = None
+    param: str | None = None
     code: str | None = None
 
 
@@ -212,8 +233,8 @@ def read_detail(body: bytes) -> ErrorDetail:
     try:
         whole = msgspec.json.decode(body, type=dict[str, Any])
         detail = whole.get("error", whole)
-        code = detail.get("code")
-        return ErrorDetail(str(detail.get("message", "")), detail.get("param"), code if isinstance(code, str) else None)
+        param, code = (value if isinstance(value := detail.get(name), str) else None for name in ("param", "code"))
+        return ErrorDetail(str(detail.get("message", "")), param, code)
     except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError):
         return ErrorDetail()
 
@@ -227,6 +248,6 @@ def with_clients_names(message: str, model: "Model") -> str:
 
 
 def retry_after(answer: Incoming) -> int:
-    """Return the seconds of an answer's Retry-After; 1 if it has none."""
+    """Return the seconds of an answer's Retry-After; 1 without one of at most MAX_RETRY_DIGITS digits."""
     seconds = answer.headers.get("Retry-After", "1")
-    return int(seconds) if seconds.isdecimal() else 1
+    return int(seconds) if seconds.isdecimal() and len(seconds) <= MAX_RETRY_DIGITS else 1

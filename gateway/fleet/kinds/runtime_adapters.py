@@ -24,7 +24,7 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
 from gateway.errors import GatewayError, RankNotServed, UpstreamFailed
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.kinds.kind import FilesMissing, Services, read_detail
+from gateway.fleet.kinds.kind import FilesMissing, Services, read_body, read_detail
 from gateway.fleet.kinds.unloading import victims
 from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name
@@ -230,7 +230,7 @@ class RuntimeAdapters:
         async with self._session.post(
             url, json=body, headers=headers, timeout=LOAD_TIMEOUT, allow_redirects=False
         ) as response:
-            return response.status, await response.read()
+            return response.status, await read_body(response)
 
 
 def _message(answer: bytes) -> str:

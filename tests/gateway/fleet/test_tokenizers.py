@@ -70,6 +70,18 @@ async def test_engines_count_a_bounded_number_of_texts_and_the_tenant_pays_for_r
         )
 
 
+async def test_an_engines_count_of_far_too_many_tokens_is_not_read(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    """The ids of a prompt of 8 MiB took some hundred MB, for each of a tenant's requests."""
+    vllm = VllmDouble(api_key="", base_model="beta")
+    vllm.tokenize_count = 10**6
+    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+        for got in (await acme.complete(model="beta", max_tokens=1), await acme.chat(model="beta", max_tokens=1)):
+            assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
+            assert "has more than 256 tokens" in got.error["message"]
+
+
 async def test_a_tenants_prompts_are_counted_by_engines_at_the_same_time(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
 ):

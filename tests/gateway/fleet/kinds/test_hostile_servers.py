@@ -1,0 +1,54 @@
+"""Answers of a foreign server's own routes that have no end, or values of other types."""
+
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import ClientSession, web
+
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.kinds.kind import BodyTooLarge, ErrorDetail, read_detail, retry_after
+from gateway.fleet.kinds.vllm import Vllm
+from testing.gateway.kinds import kinds_of
+from testing.gateway.running import BASE_MODEL
+from testing.serving import serving
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_an_answer_without_an_end_is_not_read(tmp_path: Path):
+    async def flood(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        # The gateway closes the connection before the last piece.
+        with suppress(ConnectionError):
+            for _ in range(64):
+                await response.write(bytes(2**20))
+        return response
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", flood)
+    async with serving(app) as url, ClientSession() as session:
+        kind, engine = kinds_of(session, tmp_path)["vllm"], EngineRecord(parse_address(f"vllm+{url}"))
+        assert isinstance(kind, Vllm)
+        with pytest.raises(BodyTooLarge):
+            await kind.get(engine, "/metrics")
+        with pytest.raises(BodyTooLarge):
+            await kind.tokenize(engine, BASE_MODEL, {"prompt": "a"}, 1000)
+        with pytest.raises(BodyTooLarge):
+            await kind.adapters._post(engine, Vllm.adapter_api.load, {})
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "86400000", "soon", "-1", "²"])
+def test_a_retry_after_of_another_form_is_a_second(value: str):
+    """Python reads no number of 5,000 digits, so the request failed."""
+    assert retry_after(cast(Any, SimpleNamespace(headers={"Retry-After": value}))) == 1
+
+
+@pytest.mark.parametrize("value", ["[1]", "400", '{"a": 1}', "null"])
+def test_an_errors_param_and_code_are_texts(value: str):
+    """A param of another type failed where the gateway cuts it to its length."""
+    body = f'{{"error": {{"message": "m", "param": {value}, "code": {value}}}}}'
+    assert read_detail(body.encode()) == ErrorDetail("m")
