@@ -153,8 +153,9 @@ def test_prompt_logprobs_are_whole_where_their_prompt_is_preempted(make_engine: 
     expected = whole_prompt_logprobs(answers(whole)["prompt"])
     assert len(expected) == len(prompt)
     engine, _ = make_engine(
-        kv_cache_memory=8 * BLOCK_BYTES, max_model_len=120, max_num_batched_tokens=8, prefill_stretch=1e9
-    )
+        kv_cache_memory=8 * BLOCK_BYTES, max_model_len=120, max_num_batched_tokens=8, prefill_stretch=1e9,
+        preempt_after=3600.0,
+    )  # fmt: skip
     engine.add_request(NewRequest("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant_id="a"))
     engine.step()
     engine.add_request(NewRequest("prompt", prompt, params, tenant_id="b"))
