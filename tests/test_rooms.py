@@ -21,7 +21,7 @@ ROOMS = {
         *("structured", "sampling_defaults", "gpus", "config", "speculative_config", "progress", "errors"),
     ),
     "gateway.fleet": (
-        *("dispatch", "adapter_probes", "attempts", "tries", "client", "absence", "history"),
+        *("dispatch", "adapter_probes", "attempt_runner", "retry_state", "client", "absence", "history"),
         *("tokenizers", "engine_tokenizer"),
         *("failures", "routing", "discovery", "kinds", "queueing", "calls", "engines"),
     ),
