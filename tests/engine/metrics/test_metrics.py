@@ -177,7 +177,11 @@ async def test_at_most_twenty_tenants_are_shown(model: Path, session: aiohttp.Cl
         for tenant, target in (("met", 3600), ("missed", 1e-6)):
             ask(tenant, ttft_target=target)
             await (await asked[-1]).content.readline()
-        for tenant in (*(f"tenant-{number}" for number in range(TENANTS - 2)), *("met", "missed") * 2):
+        # The seats are taken before the requests come that are to wait.
+        for number in range(TENANTS - 2):
+            ask(f"tenant-{number}")
+        await client.wait_for(lambda state: state["waiting"] == TENANTS - SEATS, headers=token)
+        for tenant in ("met", "missed") * 2:
             ask(tenant)
         num_waiting = len(asked) - SEATS
         state = await client.wait_for(lambda state: state["waiting"] == num_waiting, headers=token)

@@ -18,15 +18,13 @@ from tests.loraplex.up.children import SLEEPER, alive, has_printed, is_back
 def counting(runs: str, *, dies_after: int) -> tuple[str, ...]:
     """Return a program that counts its runs in a file and exits at once from run `dies_after` on."""
     script = f"""
-import pathlib, sys, time
-runs = pathlib.Path({runs!r})
-runs.write_text(str(int(runs.read_text() or 0) + 1 if runs.exists() else 1))
-print('up', flush=True)
-if int(runs.read_text()) >= {dies_after}:
-    sys.exit(70)
-time.sleep(60)
+runs=$(($(cat {runs} 2>/dev/null || echo 0) + 1))
+printf $runs >{runs}
+echo up
+test $runs -lt {dies_after} || exit 70
+exec sleep 60
 """
-    return (sys.executable, "-c", script)
+    return ("/bin/sh", "-c", script)
 
 
 async def test_a_child_that_is_kept_alive_is_started_again(tmp_path, monkeypatch):
