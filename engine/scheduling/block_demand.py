@@ -6,17 +6,20 @@ tokens in 400 blocks computed twice the useful tokens. The expected peak is that
 """
 
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import Request
-from wire.bounded_dict import BoundedDict
 
-# Expected output tokens before any request of the tenant has ended. An answer of unknown length that is admitted too
-# early is computed again; one that is admitted too late only waits.
-PRIOR = 1024
+# Expected average output tokens of a tenant's answers before any has ended. An answer of unknown length that is
+# admitted too early is computed again; one that is admitted too late only waits.
+PRIOR = 700
 # Tenants whose average output is known, those with the most recent ends.
 MAX_TENANTS = 4096
+# Weight of what is expected without a tenant's own answers, in such answers: a single one of them decides little.
+PRIOR_ANSWERS = 4
 # Factor on the average output: most answers of a mixture are shorter.
 MARGIN = 1.5
 # A request beyond its expected length is expected to grow by this part of its output so far, and by at least a block.
@@ -24,23 +27,56 @@ BEYOND = 0.25
 _MEMORY = 0.95  # weight of the past in the average output
 
 
+class _Answers(NamedTuple):
+    """A tenant's ended answers: their number, of which older ones count less, and their average output tokens."""
+
+    number: float = 0.0
+    average: float = 0.0
+
+    def add(self, outputs: int) -> "_Answers":
+        number = _MEMORY * self.number + 1
+        return _Answers(number, self.average + (outputs - self.average) / number)
+
+    def expected(self, prior: float) -> float:
+        """Return the expected output tokens of the next one. prior: their expected number without these answers."""
+        return (self.number * self.average + PRIOR_ANSWERS * prior) / (self.number + PRIOR_ANSWERS)
+
+
 class BlockDemand:
-    """Expected demand for KV blocks. The output length is learnt from each tenant's ended requests: no tenant's short
-    answers make the engine admit too many of another's long ones.
+    """Expected demand for KV blocks, from the lengths of ended answers.
+
+    A tenant's expected output is learnt from its own answers and, while these are few, from an average in which each
+    tenant counts once: no tenant's answers make the engine admit too many requests of another.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._means = BoundedDict[str, float](MAX_TENANTS)
+        self._answers = OrderedDict[str, _Answers]()
+        self._sum = 0.0  # over tenants, of what is expected without the average over tenants
         # Running requests of the present step, and their sizes, in order.
         self._known: list[Request] = []
         self._sizes: list[tuple[float, int]] = []
 
     def observe(self, request: Request) -> None:
-        """Update the tenant's average output with a request that ended without an abort or error."""
-        outputs = float(request.num_output_tokens)
-        mean = self._means.get(request.tenant_id, outputs)
-        self._means.put(request.tenant_id, _MEMORY * mean + (1 - _MEMORY) * outputs)
+        """Learn from the length of an answer, if its model ended it: one that was cut at its limit could have been
+        longer, and the next one's limit may be higher.
+        """
+        if request.finish_reason != "stop":
+            return
+        if request.tenant_id in self._answers:
+            before = self._answers.pop(request.tenant_id)
+            self._sum -= before.expected(PRIOR)
+        else:
+            before = _Answers()
+            if len(self._answers) == MAX_TENANTS:
+                self._sum -= self._answers.popitem(last=False)[1].expected(PRIOR)
+        after = self._answers[request.tenant_id] = before.add(request.num_output_tokens)
+        self._sum += after.expected(PRIOR)
+
+    def expected_outputs(self, tenant_id: str) -> float:
+        """Return the expected output tokens of a tenant's next answer, with a margin."""
+        over_tenants = (PRIOR + self._sum) / (1 + len(self._answers))
+        return MARGIN * self._answers.get(tenant_id, _Answers()).expected(over_tenants)
 
     def begin_step(self) -> None:
         """Drop the sizes of the running requests, because each step changes them."""
@@ -71,9 +107,7 @@ class BlockDemand:
 
     def _size(self, request: Request) -> tuple[float, int]:
         """Return (minus the expected number of further tokens, number of tokens so far)."""
-        mean = self._means.get(request.tenant_id)
-        expected = PRIOR if mean is None else MARGIN * mean
-        outputs = request.num_output_tokens
+        expected, outputs = self.expected_outputs(request.tenant_id), request.num_output_tokens
         final = expected if outputs < expected else outputs * (1 + BEYOND) + self._block_size
         return outputs - min(final, request.params.max_tokens), request.num_tokens
 

@@ -3,9 +3,12 @@
 import random
 from collections.abc import Sequence
 
+import pytest
+
+from engine.scheduling import block_demand
 from engine.scheduling.block_demand import BlockDemand
 from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.request import FinishReason, NewRequest, Request, SamplingParams
 from tests.engine.scheduling.world import Asked, World, run
 
 BLOCK_SIZE = 16
@@ -61,10 +64,66 @@ def test_requests_that_end_together_need_the_sum_of_their_ends() -> None:
         assert BlockDemand(BLOCK_SIZE).leaves_room(found[2], [], found[:2], cache) == (num_blocks == 9)
 
 
-def test_short_answers_of_a_tenant_cause_no_preemptions_of_anothers_long_ones() -> None:
+def again(first: list[Asked]) -> float:
+    """Return the share of tokens that are computed again, if 20 long answers of a tenant follow `first`."""
     world = World(seats=64, blocks=400)
-    short = [Asked(at=step, tenant_id="short", weight=1.0, prompt=4, outputs=1) for step in range(200)]
-    long = [Asked(at=300, tenant_id="long", weight=1.0, prompt=200, outputs=800) for _ in range(20)]
-    run(world, [*long, *short], 20_000)
+    long = [Asked(at=600, tenant_id="long", weight=1.0, prompt=200, outputs=800, limit=4000) for _ in range(20)]
+    run(world, [*first, *long], 20_000)
     assert not world.scheduler.requests
-    assert world.num_again < 0.1 * world.num_computed
+    return world.num_again / world.num_computed
+
+
+def test_short_answers_of_a_tenant_cause_no_preemptions_of_anothers_long_ones() -> None:
+    short = [Asked(at=step, tenant_id="short", weight=1.0, prompt=4, outputs=1, limit=9) for step in range(200)]
+    others = [
+        Asked(at=number, tenant_id=f"other-{number}", weight=1.0, prompt=4, outputs=500, limit=900)
+        for number in range(4)
+    ]
+    assert again([*short, *others]) < 0.1
+
+
+def test_answers_that_were_cut_say_nothing_about_longer_ones() -> None:
+    """A tenant's answers of at most a token each made the engine admit 20 long ones at once."""
+    cut = [Asked(at=step, tenant_id="long", weight=1.0, prompt=4, outputs=1) for step in range(200)]
+    assert again(cut) < 0.1
+
+
+def ended(tenant_id: str, outputs: int, reason: FinishReason = "stop") -> Request:
+    request = Request(NewRequest("ended", [1], SamplingParams(max_tokens=4000), tenant_id=tenant_id))
+    request.token_ids += [1] * outputs
+    request.finish(reason)
+    return request
+
+
+def test_a_single_answer_decides_little_and_many_decide() -> None:
+    demand = BlockDemand(BLOCK_SIZE)
+    before = demand.expected_outputs("a")
+    demand.observe(ended("a", 1))
+    assert 0.6 * before < demand.expected_outputs("a") < before
+    for _ in range(200):
+        demand.observe(ended("a", 100))
+    assert 100 < demand.expected_outputs("a") < 250
+    for reason in ("length", "abort", "error"):
+        now = demand.expected_outputs("a")
+        demand.observe(ended("a", 1, reason))
+        assert demand.expected_outputs("a") == now
+
+
+def test_each_tenant_counts_once_in_the_average_over_tenants(monkeypatch) -> None:
+    """The tenants with the oldest answers are forgotten, and so are their parts of the average."""
+    monkeypatch.setattr(block_demand, "MAX_TENANTS", 3)
+    demand, chance = BlockDemand(BLOCK_SIZE), random.Random(0)
+    answers: dict[str, list[int]] = {}
+    for _ in range(300):
+        tenant_id, outputs = chance.choice("aaaaaaaabcde"), chance.randrange(1, 900)
+        if len(answers) == 3 and tenant_id not in answers:
+            del answers[next(iter(answers))]
+        answers[tenant_id] = [*answers.pop(tenant_id, []), outputs]
+        demand.observe(ended(tenant_id, outputs))
+        expected = [block_demand.PRIOR]
+        for lengths in answers.values():
+            weights = [0.95**age for age in range(len(lengths))]
+            total = sum(w * n for w, n in zip(weights, reversed(lengths), strict=True))
+            expected.append((total + 4 * block_demand.PRIOR) / (sum(weights) + 4))
+        average = sum(expected) / len(expected)
+        assert demand.expected_outputs("new") == pytest.approx(block_demand.MARGIN * average)

@@ -77,7 +77,7 @@ class Pool:
 @dataclass(frozen=True)
 class Asked:
     """A request of the simulation. leaves: tokens after which its client leaves. age: seconds since its arrival at the
-    gateway when it comes.
+    gateway when it comes. limit: its max_tokens if its model ends the answer after `outputs`; None: they are its limit.
     """
 
     at: int
@@ -90,6 +90,7 @@ class Asked:
     priority: int = 0
     target: float | None = None
     age: float = 0.0
+    limit: int | None = None
 
 
 # A simulation's class of requests, with a tenant and a weight.
@@ -181,6 +182,8 @@ class World:
         self.arrivals += 1
         prompt = [self.arrivals * 1000 + i for i in range(asked.prompt)]
         params = SamplingParams(max_tokens=asked.outputs, ignore_eos=True)
+        if asked.limit is not None:
+            params = SamplingParams(max_tokens=asked.limit, min_tokens=asked.outputs)
         new = NewRequest(
             f"{asked.tenant_id}-{self.arrivals}",
             prompt,
@@ -192,7 +195,9 @@ class World:
             asked.target,
             arrived_at=self.now - asked.age,
         )
-        request, tenant_id = Request(new, arrival_number=self.arrivals), asked.tenant_id
+        # Every sampled token is 1; it ends an answer from its `min_tokens` on.
+        stop_ids = frozenset[int]() if asked.limit is None else frozenset({1})
+        request, tenant_id = Request(new, arrival_number=self.arrivals, stop_ids=stop_ids), asked.tenant_id
         self.heaviest[tenant_id] = max(asked.weight, self.heaviest.get(tenant_id, asked.weight))
         self.lightest[tenant_id] = min(asked.weight, self.lightest.get(tenant_id, asked.weight))
         self.longest[tenant_id] = max(self.longest[tenant_id], asked.prompt)
