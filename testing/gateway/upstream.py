@@ -61,6 +61,8 @@ class Upstream:
     takes_hints = True
     # Status of its answer to a probe. 0: it closes the connection; None: it cannot probe.
     probe_status: int | None = None
+    # Its first probes that wait for `probes_go_on`, as those of heavy tenants do.
+    waiting_probes = 0
     # Refusal of every request: a status and an error code, or None to cut the connection.
     refuses: tuple[int, str] | Literal[False] | None = False
     # Whether it compiles further structured outputs or refuses them.
@@ -84,6 +86,7 @@ class Upstream:
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.finished: dict[str, Finished] = {}
+        self.probes_go_on = asyncio.Event()
         self.resident: list[str] = []
         self.activated: list[str] = []
         self.preempted: list[dict[str, Any]] = []
@@ -271,6 +274,8 @@ class Upstream:
     async def _probe(self, request: web.Request) -> web.Response:
         model = (await request.json())["model"]
         self.probed += 1
+        if self.probed <= self.waiting_probes:
+            await self.probes_go_on.wait()
         if self.probe_status:
             sizes = dict.fromkeys(("rank", "num_modules", "host_bytes", "device_bytes", "device_pages"), 1)
             answer = {"digest": model, "reasons": [], "base_digest": self.base_digest, **sizes}

@@ -28,8 +28,9 @@ from wire.probes import AdapterProbe
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "required", "off"]
-# Probes of one process at once. Each tenant has one at a time.
-PROBES_AT_ONCE = 4
+# Probes of one process at once. Each tenant has one at a time. A probe holds its place while it waits in the engine, up
+# to 60 s for a heavy tenant, and the engine computes one at a time anyway. Routing counts each as a request.
+PROBES_AT_ONCE = 16
 # Pause between searches for versions without a probe, and time after which another process may try one again. It is
 # longer than a probe.
 SEARCH_SECONDS, CLAIM_SECONDS = 2.0, 90.0

@@ -19,7 +19,7 @@ from gateway.records.version_state import READY
 from loraplex.cli import main
 from testing.adapter_files import upload_form
 from testing.engine import RunningServer
-from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Client, Gateway, running_alone, settings, until
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Answer, Client, Gateway, running_alone, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.tiny import save_adapter, save_model
 from wire.probes import AdapterProbe
@@ -192,6 +192,28 @@ async def test_engines_that_cannot_probe_leave_a_version_ready(serve: Any, upstr
     async with serve(adapter_probe="required") as gateway:
         acme = await gateway.tenant("umbrella")
         assert (await acme.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))).status == 202
+
+
+async def test_probes_of_some_tenants_that_wait_leave_places_to_others(serve: Any, upstream: Upstream, tmp_path: Path):
+    upstream.probe_status, upstream.waiting_probes = 200, 8
+    async with serve() as gateway:
+        await until(lambda: _probes(gateway))
+
+        async def push(name: str) -> Answer:
+            tenant = await gateway.tenant(name)
+            return await tenant.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))
+
+        heavy = [asyncio.create_task(push(f"heavy-{number}")) for number in range(upstream.waiting_probes)]
+
+        async def all_wait() -> bool:
+            return upstream.probed >= upstream.waiting_probes
+
+        await until(all_wait)
+        pushed = await push("acme")
+        assert (pushed.status, pushed.json["state"]) == (201, READY)
+        assert not any(each.done() for each in heavy)
+        upstream.probes_go_on.set()
+        assert [(await each).status for each in heavy] == [201] * len(heavy)
 
 
 async def test_an_adapter_that_kills_engines_is_refused(
