@@ -87,8 +87,8 @@ class AdapterPool:
         self._total = Amount(self.num_slots, self.num_pages, memory // 4)
         self._residents = Residents(self._total, time.monotonic())
         self._reservations = Reservations(self._total)
-        self._fetching: dict[str, Future[HostAdapter]] = {}
-        self._fetchers: dict[str, set[str]] = {}  # the tenants that wait for each
+        # By digest, the load that each tenant waits for. They differ if the host tier dropped the adapter between two.
+        self._fetching: dict[str, dict[str, Future[HostAdapter]]] = {}
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._copied: deque[tuple[str, Future[None]]] = deque()  # appended to by the copy thread
         self._errors: dict[str, Exception] = {}
@@ -183,19 +183,19 @@ class AdapterPool:
         """Load the adapter into host memory if the limits of loads in flight allow it, or add its load to this tenant's
         queue.
         """
-        fetchers = self._fetchers.get(digest, ())
-        if tenant_id in fetchers or not (fetchers or self._may_fetch(digest, tenant_id)):
+        fetching = self._fetching.get(digest, {})
+        if tenant_id in fetching or not (fetching or self._may_fetch(digest, tenant_id)):
             return
         fetch = self._host.fetch(digest, tenant_id, weight, bounded=False)
-        self._fetchers.setdefault(digest, set()).add(tenant_id)
-        if not fetchers:
-            self._fetching[digest] = fetch
+        is_new = fetch not in fetching.values()
+        self._fetching[digest] = fetching | {tenant_id: fetch}
+        if is_new:
             fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
 
     def _may_fetch(self, digest: str, tenant_id: str) -> bool:
         """Return whether the adapter could be placed or reserved once it is in host memory."""
         is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant_id)
-        own = sum(tenant_id in tenants for tenants in self._fetchers.values())
+        own = sum(tenant_id in tenants for tenants in self._fetching.values())
         has_place = not own or (own < MAX_FETCHING_OF_TENANT and len(self._fetching) < MAX_FETCHING)
         return is_of_use and has_place
 
@@ -274,17 +274,16 @@ class AdapterPool:
 
         Both end if no other tenant has asked for them.
         """
-        fetchers = self._fetchers.get(digest, set())
-        if tenant_id in fetchers:
-            fetchers.remove(tenant_id)
-            self._host.stop_waiting(digest, tenant_id, self._fetching[digest])
-            if not fetchers:
-                del self._fetching[digest], self._fetchers[digest]
+        fetching = self._fetching.get(digest, {})
+        if tenant_id in fetching:
+            self._host.stop_waiting(digest, tenant_id, fetching.pop(tenant_id))
+            if not fetching:
+                del self._fetching[digest]
         self._reservations.leave(digest, tenant_id)
 
     def no_longer_wanted(self, digest: str) -> None:
         """Drop the adapter's reservation, error and fetch after its last request has left."""
-        for tenant_id in tuple(self._fetchers.get(digest, ())):
+        for tenant_id in tuple(self._fetching.get(digest, ())):
             self.leave(digest, tenant_id)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
@@ -316,9 +315,14 @@ class AdapterPool:
         self._residents.begin_step(time.monotonic())
         while self._fetched:
             digest, fetched = self._fetched.popleft()
-            if self._fetching.get(digest) is not fetched:
-                continue  # its last request has left
-            del self._fetching[digest], self._fetchers[digest]
+            fetching = self._fetching.get(digest, {})
+            others = {tenant_id: load for tenant_id, load in fetching.items() if load is not fetched}
+            if len(others) == len(fetching):
+                continue  # the last request that waited for it has left
+            if others:
+                self._fetching[digest] = others
+            else:
+                del self._fetching[digest]
             error = fetched.exception()
             if error is not None:
                 self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))

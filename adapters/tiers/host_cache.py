@@ -165,7 +165,7 @@ class HostCache:
             del askers[tenant_id]
             if askers:
                 self._threads.withdraw(tenant_id, load)
-            elif load.cancel():
+            elif load.cancel() or load.done():  # done without a run: no thread could be started
                 del self._loads[digest], self._askers[digest]
                 self._dropped.discard(digest)
 

@@ -1,14 +1,18 @@
 """The queue that a load into host memory joins, and whose rests it waits for."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from adapters import fair_threads
 from adapters.fair_threads import FairThreads
-from adapters.tiers.adapter_reader import AdapterReader
+from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from adapters.tiers.device_pool import MAX_FETCHING, MAX_FETCHING_OF_TENANT, Residency
 from adapters.tiers.host_cache import HostCache
 from testing.device_pools import Make, wait_for
@@ -111,6 +115,92 @@ def test_a_load_leaves_the_queue_of_a_tenant_whose_requests_have_left(
     assert host._threads.num_pending == 0
     assert not pool.is_loading
     wait_for(pool, shared, tenant_id="third")
+
+
+def waiting_tenants(host: HostCache, load: Future[HostAdapter]) -> set[str]:
+    """Return the tenants in whose queue a load is."""
+    queues = host._threads._queues.items()
+    return {tenant_id for tenant_id, queue in queues if any(job.future is load for job in queue)}
+
+
+def becomes_resident_at_once(host: HostCache, digest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let another thread add the adapter as a mixture's part just after the next look for it."""
+
+    def get(_: HostCache, wanted: str) -> None:
+        monkeypatch.undo()
+        host._load_stored(wanted)
+
+    monkeypatch.setattr(HostCache, "get", get)
+
+
+def test_a_load_is_not_lost_with_a_tenant_that_found_the_adapter_loaded(
+    make: Make, host: HostCache, adapter: Callable[..., str], rest: Callable[[str], None]
+) -> None:
+    pool, shared = make(4), adapter(seed=1)
+    rest("first")
+    assert pool.ensure(shared, "first") is Residency.LOADING
+    with pytest.MonkeyPatch.context() as patch:
+        becomes_resident_at_once(host, shared, patch)
+        assert pool.ensure(shared, "second") is Residency.LOADING
+    pool.leave(shared, "second")
+    pool.leave(shared, "first")
+    host._evict(shared)
+    wait_for(pool, shared, tenant_id="third")
+
+
+ACTION = st.tuples(
+    st.sampled_from(["ask", "ask", "leave", "arrive", "go", "part", "evict", "poll", "ask late"]),
+    st.sampled_from("abc"),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@example(actions=[("ask", "a"), ("ask late", "b"), ("leave", "b"), ("leave", "a")])
+@given(actions=st.lists(ACTION, max_size=40))
+def test_a_load_that_has_not_begun_is_in_the_queues_of_those_that_wait_for_it(
+    make: Make,
+    host: HostCache,
+    adapter: Callable[..., str],
+    rest: Callable[[str], None],
+    actions: list[tuple[str, str]],
+) -> None:
+    """Requests of three resting tenants come to the engine and leave it, while others load and evict the adapter."""
+    pool, shared = make(4), adapter(seed=1)
+    arriving: dict[str, list[Future[HostAdapter]]] = {tenant_id: [] for tenant_id in "abc"}
+    for tenant_id in "abc":
+        rest(tenant_id)
+    for action, tenant_id in actions:
+        match action:
+            case "ask" if host.get(shared) is None:
+                pool.ensure(shared, tenant_id)
+            case "ask late" if host.get(shared) is None:
+                with pytest.MonkeyPatch.context() as patch:
+                    becomes_resident_at_once(host, shared, patch)
+                    pool.ensure(shared, tenant_id)
+            case "leave":
+                pool.leave(shared, tenant_id)
+            case "arrive":
+                arriving[tenant_id].append(host.fetch(shared, tenant_id))
+            case "go" if arriving[tenant_id]:
+                host.stop_waiting(shared, tenant_id, arriving[tenant_id].pop())
+            case "part" if host.get(shared) is None:
+                host._load_stored(shared)
+            case "evict":
+                host._evict(shared)
+            case "poll":
+                pool.poll()
+        load, askers = host._loads.get(shared), host._askers.get(shared, Counter())
+        assert (load is None) == (not askers)
+        assert all(number > 0 for number in askers.values())
+        assert load is None or waiting_tenants(host, load) == askers.keys()
+    for tenant_id in "abc":
+        pool.leave(shared, tenant_id)
+        for each in arriving[tenant_id]:
+            host.stop_waiting(shared, tenant_id, each)
+    assert not host._loads
+    assert host._threads.num_pending == 0
+    host._evict(shared)
+    pool.close()
 
 
 def test_a_load_finds_a_place_beside_those_of_tenants_that_rest(

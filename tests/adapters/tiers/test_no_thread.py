@@ -41,6 +41,16 @@ def test_a_load_is_tried_again(host: HostCache, adapter: Callable[..., str]):
         time.sleep(0.001)
 
 
+def test_a_load_without_a_thread_leaves_nothing_behind(host: HostCache, adapter: Callable[..., str]):
+    digest = adapter()
+    with no_threads():
+        asked = [host.fetch(digest, tenant_id) for tenant_id in "ab"]
+        for tenant_id, load in zip("ab", asked, strict=True):
+            host.stop_waiting(digest, tenant_id, load)
+    assert not host._loads
+    assert not host._askers
+
+
 async def test_a_grammar_can_be_sent_again():
     class Compiler:
         def compile(self, spec: GrammarSpec) -> Grammar:

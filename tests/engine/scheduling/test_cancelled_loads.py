@@ -83,7 +83,7 @@ def test_nothing_is_loaded_for_clients_that_have_left(world: World) -> None:
     for request in asked:
         world.scheduler.abort(request.request_id)
     assert world.host._threads.num_pending == 0
-    assert not world.pool._fetchers
+    assert not world.pool._fetching
     world.open()
     world.wait_for(lambda: world.host.stats().loads == AT_ONCE)
     assert sorted(world.begun) == sorted(world.digests[:AT_ONCE])
