@@ -9,7 +9,7 @@ from aiohttp import ClientResponseError, ClientSession
 from gateway.fleet.discovery.sleeping import Supervisors
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.health import Health, network_reason
-from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured, read_body
+from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, STATE_ERRORS, EngineKind, Misconfigured, read_body
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.registry import Bases, NoBase
 from gateway.records.caches.lookups import Lookups
@@ -44,7 +44,7 @@ class HealthChecks:
         except Misconfigured as error:
             engine.mark_misconfigured(str(error))
             return
-        except (*HTTP_ERRORS, msgspec.MsgspecError) as error:
+        except STATE_ERRORS as error:
             if isinstance(error, ClientResponseError) and error.status in (401, 403):
                 traits = engine.address.traits
                 engine.mark_misconfigured(ITS_KEY.format(traits.title) if traits.has_own_secret else OUR_KEY)
@@ -99,7 +99,7 @@ class HealthChecks:
             if answered != 200 and status != DRAINING:
                 return None
             return (await kind.read_state(engine)).instance
-        except (Misconfigured, *HTTP_ERRORS, msgspec.MsgspecError) as error:
+        except (Misconfigured, *STATE_ERRORS) as error:
             log.debug("engine %s: its instance could not be read: %s", engine.url, type(error).__name__)
             return None
 
@@ -128,7 +128,7 @@ class HealthChecks:
                 engine.mark_down("its state stream stopped sending", Health.SILENT)
             else:
                 engine.note_missed_check("its state stream did not begin in time")
-        except (*HTTP_ERRORS, ValueError, msgspec.MsgspecError) as error:
+        except STATE_ERRORS as error:
             # The next check of the health route finds the reason.
             log.debug("engine %s: its state stream ended: %s", engine.url, type(error).__name__)
         return pushed
@@ -155,16 +155,16 @@ def _unread_reason(error: BaseException) -> str:
     """Return the reason why a state could not be read, without the server's address or answer."""
     if isinstance(error, ClientResponseError):
         return f"{error.request_info.url.path} answered {error.status}, expected 200"
-    if isinstance(error, msgspec.MsgspecError):
-        return "an answer does not have the expected form"
-    return network_reason(error)
+    if isinstance(error, HTTP_ERRORS):
+        return network_reason(error)
+    return "an answer does not have the expected form"
 
 
 def _status(body: bytes) -> str:
     """Return the status in the body of a health route, "" if there is none."""
     try:
         status = msgspec.json.decode(body, type=_Health).status
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):
         return ""
     return status[:40]
 

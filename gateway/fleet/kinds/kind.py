@@ -6,6 +6,7 @@ engines. `table.py` lists the kinds.
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -20,6 +21,7 @@ from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import Traits
 from gateway.fleet.kinds.last_uses import LastUses
 from wire.digests import digest_name
+from wire.http_errors import HTTP_ERRORS
 from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ CONNECT_SECONDS = 5.0
 TOKENIZE_TIMEOUT = ClientTimeout(total=10.0)
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 OVERLOADED = "The engine is overloaded; try again shortly."
-# Most bytes that are read of an answer of an engine's own routes, such as its metrics or its list of models.
+# Most bytes that are read of an answer of an engine's own routes, such as its list of models; not of its metrics.
 MAX_BODY_BYTES = 8 * 2**20
+# Errors of reading an engine's state, whatever a foreign server answers.
+STATE_ERRORS = (*HTTP_ERRORS, msgspec.MsgspecError, ValueError, ArithmeticError, RecursionError)
 # Most digits of a Retry-After in seconds.
 MAX_RETRY_DIGITS = 5
 
@@ -77,7 +81,7 @@ class EngineKind(ABC):
 
     @abstractmethod
     async def read_state(self, engine: EngineRecord) -> EngineState:
-        """Return the engine's state. Raises Misconfigured, ClientError, OSError, TimeoutError, MsgspecError."""
+        """Return the engine's state. Raises Misconfigured, STATE_ERRORS."""
 
     async def follow(self, engine: EngineRecord) -> AsyncIterator[EngineState]:
         """Yield the states that the engine pushes, until its stream ends; nothing for an engine that is polled.
@@ -168,13 +172,24 @@ class EngineKind(ABC):
 
         Raises ClientError, OSError, TimeoutError.
         """
+        async with self.opened(engine, path, url) as response:
+            return await read_body(response)
+
+    @asynccontextmanager
+    async def opened(
+        self, engine: EngineRecord, path: str, url: str | None = None, timeout: ClientTimeout = HEALTH_TIMEOUT
+    ) -> AsyncIterator[ClientResponse]:
+        """Yield the answer of one of the engine's own routes, its body unread. url: as in `get`.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
         async with self._session.get(
-            (url or engine.url) + path, headers=self.headers(engine), timeout=HEALTH_TIMEOUT, allow_redirects=False
+            (url or engine.url) + path, headers=self.headers(engine), timeout=timeout, allow_redirects=False
         ) as response:
             if response.status != 200:
                 # Redirects are refused too: a server's secret is never sent to another server.
                 raise ClientResponseError(response.request_info, response.history, status=response.status)
-            return await read_body(response)
+            yield response
 
     async def post(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str], url: str | None = None

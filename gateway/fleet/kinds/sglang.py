@@ -91,13 +91,17 @@ TRANSLATED = frozenset(
 )
 
 
+# A number of requests, or a rank. A negative one would reduce the capacity of a base model's other servers.
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
 class ServerInfo(Struct):
     """Settings in SGLang's `/server_info` that the gateway depends on."""
 
     version: str = ""
     frontend: str = "python"
     enable_lora: bool | None = None
-    max_lora_rank: int | None = None
+    max_lora_rank: Count | None = None
     max_loaded_loras: int | None = None
     dp_size: int = 1
     tokenizer_worker_num: int = 1
@@ -298,9 +302,9 @@ def _faults(info: ServerInfo, adapters: int) -> list[tuple[bool, str]]:
 
 
 class _Load(Struct):
-    num_running_reqs: int = 0
-    num_waiting_reqs: int = 0
-    max_running_requests: int = 0
+    num_running_reqs: Count = 0
+    num_waiting_reqs: Count = 0
+    max_running_requests: Count = 0
 
 
 class _Loads(Struct):

