@@ -1,12 +1,13 @@
 """`Idempotency-Key`: a POST that is repeated because its response was lost gets that response and has no effect.
 
-Redis keeps responses for a day, separately for each API key. Only successes are kept, so a failed request may be
-repeated. Work that has begun runs to its end even if the client leaves.
+Redis keeps responses for a day, separately for each API key, but only the newest ones of a tenant. Only successes are
+kept, so a failed request may be repeated. Work that has begun runs to its end even if the client leaves.
 """
 
 import hashlib
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -20,13 +21,16 @@ from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
 from gateway.process.background import run_to_end
 from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
-from gateway.redis.keys import idempotency_key
+from gateway.redis.keys import idempotency_key, idempotency_names_key
 
 log = logging.getLogger(__name__)
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 KEEP_SECONDS = 24 * 3600
+# Kept responses of a tenant; the oldest make room for new ones. They bound its memory in Redis, which also holds the
+# limits: a response to an upload takes 1.1 KB with its name, and the default limits allow 86,400 uploads a day.
+MAX_OF_TENANT = 1000
 # A request whose gateway died while it ran may be repeated after this time.
 RUNNING_SECONDS = 600
 # Removed from kept responses: an API key is shown once, in the response that creates it, and never stored in the clear.
@@ -65,13 +69,21 @@ class Idempotency:
         self._timeout = timeout
 
     async def once(
-        self, request: web.Request, actor: str, content: bytes, do: Callable[[], Awaitable[web.Response]]
+        self,
+        request: web.Request,
+        actor: str,
+        content: bytes,
+        do: Callable[[], Awaitable[web.Response]],
+        tenant_id: str | None = None,
     ) -> web.Response:
-        """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request."""
+        """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request.
+
+        tenant_id: the tenant whose key it is; None for an operator's, whose responses all stay for a day.
+        """
         if HEADER not in request.headers:
             return await do()
         # From the entry on, which nobody else would remove.
-        return await run_to_end(self._once(_name(request, actor), _asked(request, content), do))
+        return await run_to_end(self._once(_name(request, actor), _asked(request, content), do, tenant_id))
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
         """Return the kept response of a request, None without one. Arguments and errors are those of `once`."""
@@ -101,31 +113,56 @@ class Idempotency:
 
         return middleware
 
-    async def _once(self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]]) -> web.Response:
+    async def _once(
+        self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]], tenant_id: str | None
+    ) -> web.Response:
         begun = _Entry(content=asked)
         if await self._call(self._redis.set(name, msgspec.json.encode(begun), nx=True, ex=RUNNING_SECONDS)):
-            return await self._do(name, asked, do)
+            return await self._do(name, asked, do, tenant_id)
         stored = await self._call(self._redis.get(name))
         return _stored_response(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
 
-    async def _do(self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]]) -> web.Response:
+    async def _do(
+        self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]], tenant_id: str | None
+    ) -> web.Response:
         try:
             response = await do()
         except BaseException:
-            await self._keep(self._redis.delete(name))
+            await self._keep(self._call(self._redis.delete(name)))
             raise
         assert isinstance(response.body, bytes)
         entry = _Entry(content=asked, status=response.status, body=_without_secrets(response.body))
-        await self._keep(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
+        await self._keep(self._store(name, entry, tenant_id))
         return response
 
+    async def _store(self, name: str, entry: _Entry, tenant_id: str | None) -> None:
+        """Store a response. Raises Unavailable."""
+        if tenant_id is not None:
+            await self._make_room(name, tenant_id)
+        await self._call(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
+
+    async def _make_room(self, name: str, tenant_id: str) -> None:
+        """Add a response's name to those of its tenant, and delete the tenant's oldest responses beyond the limit.
+
+        Raises Unavailable.
+        """
+        names, now = idempotency_names_key(tenant_id), time.time()
+        # An expired response may have been replaced by a request that runs now, which must not be deleted.
+        await self._call(self._redis.zremrangebyscore(names, 0, now - KEEP_SECONDS))
+        await self._call(self._redis.zadd(names, {name: now}))
+        await self._call(self._redis.expire(names, KEEP_SECONDS))
+        excess = await self._call(self._redis.zcard(names)) - MAX_OF_TENANT
+        if excess > 0:
+            oldest = await self._call(self._redis.zpopmin(names, excess))
+            await self._call(self._redis.delete(*(each for each, _ in oldest)))
+
     async def _keep(self, call: Awaitable[Any]) -> None:
-        """Await a write to Redis. A failure is only logged, because the request's work is already done.
+        """Await writes to Redis. A failure is only logged, because the request's work is already done.
 
         A repeated request is then refused as InProgress until RUNNING_SECONDS are over.
         """
         try:
-            await self._call(call)
+            await call
         except Unavailable:
             log.warning("an answer could not be kept for its Idempotency-Key")
 

@@ -102,6 +102,14 @@ def idempotency_key(hashed: str) -> str:
     return f"loraplex:idempotency:{hashed}"
 
 
+def idempotency_names_key(tenant_id: str) -> str:
+    """Return the key of the names of a tenant's kept answers: a sorted set by time. It lives for a day after the last.
+
+    The oldest answers are deleted when there are too many.
+    """
+    return f"loraplex:idempotency:of:{tenant_id}"
+
+
 def probe_key(tenant_id: str, name: str, version: int) -> str:
     """Return the key of the lock to probe a version of an adapter.
 

@@ -143,7 +143,8 @@ class AdapterIntake:
                 add = partial(self._add, caller, named.name, checked, upload_id)
 
                 async def finish() -> web.Response:
-                    answer = await self._idempotency.once(request, caller.actor, content, add)
+                    tenant_id = None if caller.principal is None else caller.tenant.id
+                    answer = await self._idempotency.once(request, caller.actor, content, add, tenant_id)
                     if added is not None:
                         await added()
                     return answer

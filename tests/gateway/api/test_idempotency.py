@@ -93,3 +93,21 @@ async def test_an_upload_sent_again_does_not_undo_the_next(gateway: Gateway, onc
     assert (await acme.get("/v1/adapters/helper")).json["version"] == 2
     other = await push(acme, "helper", files(seed=2), headers=once)
     assert (other.status, other.error["code"]) == (422, "idempotency_key_reused")
+
+
+async def test_a_tenant_has_a_bounded_number_of_kept_answers(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.idempotency.MAX_OF_TENANT", 2)
+    acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
+    given = [{"Idempotency-Key": uuid.uuid4().hex} for _ in range(4)]
+    first = await push(other, "helper", files(seed=0), headers=given[0])
+    answers = [await push(acme, "helper", files(seed=seed), headers=each) for seed, each in enumerate(given)]
+    assert [answer.json["version"] for answer in answers] == [1, 2, 3, 4]
+    for seed in (2, 3):
+        again = await push(acme, "helper", files(seed=seed), headers=given[seed])
+        assert (again.json, again.headers["Idempotent-Replayed"]) == (answers[seed].json, "true")
+    again = await push(acme, "helper", files(seed=0), headers=given[0])
+    assert (again.json["version"], "Idempotent-Replayed" in again.headers) == (5, False), "the oldest is not kept"
+    assert (await push(other, "helper", files(seed=0), headers=given[0])).json == first.json, "another tenant's stays"
+    made = [{"Idempotency-Key": uuid.uuid4().hex} for _ in range(4)]
+    tenants = [await create(gateway.admin, f"tenant-{number}", each) for number, each in enumerate(made)]
+    assert (await create(gateway.admin, "tenant-0", made[0])).json == tenants[0].json, "an operator's all stay"

@@ -36,6 +36,7 @@ def test_names_stay():
     assert [
         keys.golden_rest_key("t"),
         keys.idempotency_key("d"),
+        keys.idempotency_names_key("t"),
         keys.probe_key("t", "a", 3),
         keys.wrong_keys_key("sqlite:///x", "192.0.2.1"),
         keys.oidc_state_key("s"),
@@ -47,6 +48,7 @@ def test_names_stay():
     ] == [
         "loraplex:golden:t",
         "loraplex:idempotency:d",
+        "loraplex:idempotency:of:t",
         "loraplex:probe:t:a:3",
         f"loraplex:wrong-keys:{HASHED[:8]}:192.0.2.1",
         "loraplex:oidc:s",
