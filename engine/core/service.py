@@ -235,7 +235,7 @@ class CoreService:
         self.send(messages.AdapterLoaded(result, seconds))
 
     async def _read_state(self, host_version: int) -> StateReading:
-        state = await self._steps.call(self.engine.state)
+        state = await self._steps.state()
         version = self.host_cache.version
         held = None if version == host_version else self.host_cache.held(REPORTED_ON_HOST)
         return StateReading(state, version, held)

@@ -1,8 +1,8 @@
 """The thread that steps an engine.
 
-Commands enter through one queue and run between two steps, for a bounded time. Those that add a sequence take it in
-the turns of the tenants. The outputs of a step are one event. Only this thread touches the engine. It sleeps when there
-is no work.
+Commands run between two steps, for a bounded time: in the order of their arrival, and before the sequences that wait
+are added in the turns of their tenants. The outputs of a step are one event. Only this thread touches the engine. It
+sleeps when there is no work.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from engine.core.messages import Event, Failed, Refused, Released, Stepped
@@ -66,6 +67,13 @@ class Arrivals:
         # By id, the number of sequences in the queues that were not dropped.
         self._waiting: Counter[str] = Counter()
 
+    def __bool__(self) -> bool:
+        return bool(self._queues)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.total()
+
     def put(self, new: NewRequest) -> None:
         self._queues.setdefault(new.tenant_id, deque()).append(new)
         self._waiting[new.request_id] += 1
@@ -112,7 +120,7 @@ class StepThread:
         """Queue a sequence. `Refused` follows if it cannot be added."""
         with self._work:
             self._arrivals.put(new)
-            self._push(self._add_next)
+            self._work.notify()
 
     def abort(self, request_id: str) -> None:
         """End a sequence before the next step, or never add it; `Released` follows."""
@@ -122,8 +130,21 @@ class StepThread:
             self._send(Released(request_id))
 
         with self._work:
+            # The command runs before the sequences that wait are added, so it would not end one of them.
             self._arrivals.drop(request_id)
             self._push(abort)
+
+    async def state(self) -> EngineState:
+        """Return the engine's state between two steps; its waiting sequences include those that are not added yet.
+        Raises EngineUnavailable.
+        """
+
+        def read() -> EngineState:
+            state = self._engine.state()
+            with self._work:
+                return replace(state, num_waiting=state.num_waiting + self._arrivals.num_waiting)
+
+        return await self.call(read)
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on this thread between two steps, and return its result. Raises EngineUnavailable."""
@@ -168,6 +189,10 @@ class StepThread:
 
     # The methods below run in the engine's thread.
 
+    @property
+    def _has_commands(self) -> bool:
+        return bool(self._commands or self._arrivals)
+
     def _run(self) -> None:
         try:
             while self._wait_for_work():
@@ -175,7 +200,7 @@ class StepThread:
                 self._run_commands_in_spare_time()
                 if self._engine.has_work():
                     self._step()
-            while self._commands:
+            while self._has_commands:
                 self._run_commands()
         except BaseException:  # a Rust panic is no Exception, and would end the thread silently
             # Every tenant's requests receive this text. The exception goes to the log only, because it may quote one of
@@ -187,15 +212,19 @@ class StepThread:
     def _wait_for_work(self) -> bool:
         """Sleep until there is work. Return False if the thread should end."""
         with self._work:
-            while not (self._commands or self._stopping or self._engine.has_work()):
+            while not (self._has_commands or self._stopping or self._engine.has_work()):
                 self._work.wait()
             return not self._stopping
 
     def _run_commands(self, seconds: float = COMMANDS_S) -> None:
-        """Run queued commands in order for at most `seconds`; the rest run later."""
+        """Run the commands in order, then add the sequences that wait, for at most `seconds`; the rest runs later.
+
+        A command that arrives during this waits for at most one sequence to be added.
+        """
         end = time.perf_counter() + seconds
-        while self._commands and time.perf_counter() < end:
-            self._commands.popleft()()
+        while self._has_commands and time.perf_counter() < end:
+            command = self._commands.popleft() if self._commands else self._add_next
+            command()
 
     def _run_commands_in_spare_time(self) -> None:
         """Run commands as they come until the next step has to be planned, so that it includes their requests."""
@@ -203,7 +232,7 @@ class StepThread:
             with self._work:
                 if self._stopping:
                     return
-                if not self._commands:
+                if not self._has_commands:
                     self._work.wait(min(spare, SPARE_POLL_S))
             self._run_commands(min(self._engine.spare_seconds, COMMANDS_S))
 
@@ -223,5 +252,5 @@ class StepThread:
         self._send(Stepped.of(time.perf_counter() - start, outputs))
         if self._engine.is_waiting_for_adapters:
             with self._work:
-                if not self._commands and not self._stopping:
+                if not self._has_commands and not self._stopping:
                     self._work.wait(ADAPTER_POLL_S)

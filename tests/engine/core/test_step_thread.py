@@ -2,7 +2,10 @@
 
 import asyncio
 import itertools
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +14,9 @@ from engine.core.step_thread import COMMANDS_S, StepThread
 from engine.errors import EngineUnavailable
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.state import EngineState
 from testing.engine import SLOW, Client, RunningServer
+from tests.engine.answering.test_log import IDLE
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0} | SLOW
 
@@ -68,6 +73,13 @@ class SlowToAdd:
     def close(self) -> None: ...
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+
+
 class Failing(SlowToAdd):
     """An engine whose only step fails, once it has work."""
 
@@ -113,7 +125,7 @@ async def test_many_requests_at_once_are_added_between_several_steps():
     try:
         for i in range(100):
             steps.add(NewRequest(f"a-{i}", [1], SamplingParams()))
-        await steps.call(engine.state)  # behind the others
+        await until(lambda: len(engine.added) == 100)
         assert engine.added == [f"a-{i}" for i in range(100)]
         counts = [0, *engine.between_steps, 100]
         assert max(b - a for a, b in itertools.pairwise(counts)) < 20
@@ -131,12 +143,55 @@ async def test_sequences_are_added_in_the_turns_of_their_tenants():
     steps.abort("heavy-40")
     steps.start()
     try:
-        await steps.call(engine.state)  # behind the others
+        await until(lambda: len(engine.added) == 51)
     finally:
         await steps.close()
     assert engine.added[:4] == ["heavy-0", "light-0", "heavy-1", "light-1"]
     assert engine.added[4:] == [f"heavy-{i}" for i in range(2, 50) if i != 40], "an aborted one is not added"
     assert Released("heavy-40") in events
+
+
+class Gated(SlowToAdd):
+    """An engine that adds each sequence once the gate is open, and records aborts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.begun, self.aborted = threading.Event(), threading.Event(), list[str]()
+
+    def add_request(self, new: NewRequest) -> None:
+        self.begun.set()
+        assert self.gate.wait(60)
+        self.added.append(new.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def state(self) -> EngineState:
+        return replace(IDLE, num_waiting=len(self.added))
+
+
+async def test_commands_wait_for_no_sequence_that_is_not_being_added():
+    engine, events = Gated(), list[Event]()
+    steps = StepThread(engine, events.append)
+    steps.start()
+    try:
+        for i in range(50):
+            steps.add(NewRequest(f"a-{i}", [1], SamplingParams(), tenant_id="a"))
+        await asyncio.to_thread(engine.begun.wait, 60)
+        for request_id in ("a-0", "a-1"):  # one that is being added, one that waits
+            steps.abort(request_id)
+        number, state = asyncio.create_task(steps.call(lambda: len(engine.added))), asyncio.create_task(steps.state())
+        await asyncio.sleep(0)
+        engine.gate.set()
+        assert await number == 1
+        assert [each for each in events if isinstance(each, Released)] == [Released("a-0"), Released("a-1")]
+        assert (await state).num_waiting == 49, "all but the one that is never added"
+        await until(lambda: len(engine.added) == 49)
+    finally:
+        engine.gate.set()
+        await steps.close()
+    assert engine.aborted == ["a-0", "a-1"], "the abort runs after the sequence was added"
+    assert engine.added == ["a-0", *(f"a-{i}" for i in range(2, 50))]
 
 
 class Patient:
@@ -169,8 +224,7 @@ async def test_commands_run_while_the_device_is_busy():
     try:
         for request_id in ("a", "b"):
             steps.add(NewRequest(request_id, [1], SamplingParams()))
-            await steps.call(lambda: None)
-            assert engine.added[-1] == request_id
+            await until(lambda wanted=request_id: wanted in engine.added)
             assert not engine.steps
         steps.abort("a")
         await steps.call(lambda: None)
@@ -184,6 +238,6 @@ async def test_a_thread_that_waits_for_the_device_ends_at_once():
     steps = StepThread(engine, lambda event: None)
     steps.start()
     steps.add(NewRequest("a", [1], SamplingParams()))
-    await steps.call(lambda: None)
+    await until(lambda: engine.added == ["a"])
     await asyncio.wait_for(steps.close(), 60)
     assert not steps._thread.is_alive()
