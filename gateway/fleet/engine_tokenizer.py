@@ -12,6 +12,7 @@ from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.kinds.kind import BodyTooLarge, read_detail
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.base import Base, Binding
+from gateway.records.tenants.tenants import Tenant
 from wire.http_errors import HTTP_ERRORS
 from wire.text.tokenizer import TextTooLong
 
@@ -32,8 +33,9 @@ class EngineTokenizer:
         self._registry = registry
         self._kinds = kinds
 
-    async def tokens(self, base: Base, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of a `/tokenize` body (without `model`), computed by an engine of the base.
+    async def tokens(self, base: Base, body: dict[str, Any], tenant: Tenant) -> list[int]:
+        """Return the token ids of a `/tokenize` body (without `model`), computed by an engine of the base in the
+        tenant's turn.
 
         Raises BadRequest for a conversation that the chat template refuses, TextTooLong for more tokens than the
         context, of which millions would take some hundred MB here, NoEngine if no engine answers.
@@ -41,7 +43,8 @@ class EngineTokenizer:
         most = OTHER_BYTES + TOKEN_BYTES * base.context_length
         for engine in self._engines(base):
             try:
-                status, answer = await self._kinds[engine.address.traits.name].tokenize(engine, base.name, body, most)
+                kind = self._kinds[engine.address.traits.name]
+                status, answer = await kind.tokenize(engine, base.name, body, most, tenant)
             except BodyTooLarge:
                 raise TextTooLong(base.context_length) from None
             except HTTP_ERRORS as error:

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.errors import BadRequest
 from gateway.records.bases.base import Base
+from gateway.records.tenants.tenants import Tenant
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.text.tokenizer import Tokenizer, TokenizerError
 
@@ -23,8 +24,8 @@ MAX_COUNTED = 16
 # Fields of a chat request that determine its prompt.
 PROMPT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
-# Asks an engine of the base for the token ids of a `/tokenize` body.
-Ask = Callable[[Base, dict[str, Any]], Awaitable[list[int]]]
+# Asks an engine of the base for the token ids of a tenant's `/tokenize` body.
+Ask = Callable[[Base, dict[str, Any], Tenant], Awaitable[list[int]]]
 
 
 class Tokenizers:
@@ -69,15 +70,18 @@ class Tokenizers:
         self._known = {each: value for each, value in self._known.items() if each[0] != folder} | {key: found}
         return found if isinstance(found, Tokenizer) else None
 
-    async def count(self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes) -> list[int]:
-        """Return the number of tokens of each prompt, counted by an engine. raw: the request's body.
+    async def count(
+        self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes, tenant: Tenant
+    ) -> list[int]:
+        """Return the number of tokens of each prompt, counted by an engine in the tenant's turn. raw: the request's
+        body.
 
         Raises BadRequest, also for more than MAX_COUNTED texts, TextTooLong and NoEngine.
         """
         if isinstance(request, ChatCompletionRequest):
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
             names = PROMPT_FIELDS if request.tool_choice == "none" else (*PROMPT_FIELDS, "tools")
-            return [len(await self._ask(base, {name: fields[name] for name in names if name in fields}))]
+            return [len(await self._ask(base, {name: fields[name] for name in names if name in fields}, tenant))]
         prompts = request.prompts()
         if (texts := sum(isinstance(prompt, str) for prompt in prompts)) > MAX_COUNTED:
             raise BadRequest(
@@ -87,16 +91,16 @@ class Tokenizers:
             )
         special = {"add_special_tokens": request.add_special_tokens is not False}
         return [
-            len(prompt if not isinstance(prompt, str) else await self._ask(base, {"prompt": prompt, **special}))
+            len(prompt if not isinstance(prompt, str) else await self._ask(base, {"prompt": prompt, **special}, tenant))
             for prompt in prompts
         ]
 
-    async def encode(self, base: Base, text: str) -> list[int]:
-        """Return the tokens of a text, without special tokens. Raises TextTooLong, NoEngine."""
+    async def encode(self, base: Base, text: str, tenant: Tenant) -> list[int]:
+        """Return the tokens of a tenant's text, without special tokens. Raises TextTooLong, NoEngine."""
         tokenizer = await self.of(base)
         if tokenizer is not None:
             return tokenizer.encode(text, add_special_tokens=False)
-        return await self._ask(base, {"prompt": text, "add_special_tokens": False})
+        return await self._ask(base, {"prompt": text, "add_special_tokens": False}, tenant)
 
 
 def _load(folder: str) -> Tokenizer:

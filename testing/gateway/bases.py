@@ -8,6 +8,8 @@ from gateway.billing.inference_request import InferenceRequest
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base, Shape
 from gateway.records.bases.registry import Bases
+from gateway.records.tenants.tenants import Tenant
+from testing.gateway.principals import principal
 from wire.text.tokenizer import Tokenizer
 
 NO_SHAPE = Shape(num_layers=1, projections={}, outside={})
@@ -26,7 +28,7 @@ def only(name: str = "base") -> Bases:
 def with_tokenizer(tokenizer: Tokenizer) -> Tokenizers:
     """Return the tokenizers of a deployment with the base model of `one_base`."""
 
-    async def ask(_base: Base, _body: dict[str, Any]) -> list[int]:
+    async def ask(_base: Base, _body: dict[str, Any], _tenant: Tenant) -> list[int]:
         raise AssertionError("the tokenizer is in memory")
 
     return Tokenizers(ask, ("base", tokenizer))
@@ -37,4 +39,6 @@ async def measured(
 ) -> InferenceRequest:
     """Return a body, read as for a request to a base model."""
     parsed = await reader.parse(raw, endpoint, share)
-    return await reader.measure(parsed, raw, share, base, await reader.counter(parsed, raw, share, base))
+    return await reader.measure(
+        parsed, raw, share, base, await reader.counter(parsed, raw, share, base, principal().tenant)
+    )

@@ -85,6 +85,8 @@ class Upstream:
 
     def __init__(self) -> None:
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        # Headers of the calls of `/tokenize`, with lower-case names.
+        self.tokenized: list[dict[str, str]] = []
         self.finished: dict[str, Finished] = {}
         self.probes_go_on = asyncio.Event()
         self.resident: list[str] = []
@@ -113,6 +115,7 @@ class Upstream:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/allowances", self._allow)
         app.router.add_post("/probe", self._probe)
         app.router.add_post("/prefetch", self._prefetch)
@@ -123,6 +126,10 @@ class Upstream:
         app.router.add_get("/finished", self._finished)
         async with serving(app, port, host) as self.url:
             yield self
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        self.tokenized.append({k.lower(): v for k, v in request.headers.items()})
+        return web.json_response({"count": 2, "max_model_len": 4096, "tokens": [1, 2]})
 
     async def _prefetch(self, request: web.Request) -> web.Response:
         assert request.headers["x-loraplex-internal-token"] == TOKEN

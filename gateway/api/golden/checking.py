@@ -85,7 +85,7 @@ class GoldenChecks:
                 break
             else:
                 if new.text != answer.text:
-                    differences.append(await self._compare(question.model.base, i, answer.text, new.text))
+                    differences.append(await self._compare(tenant, question.model.base, i, answer.text, new.text))
         if engine.software != software:
             raise Unavailable("The engine was replaced during the check; try again shortly.")
         check = GoldenCheck(software=software, differences=tuple(differences), checked_at=datetime.now(UTC))
@@ -97,10 +97,10 @@ class GoldenChecks:
             log.warning("golden answers of tenant %s: %d differ under %s", tenant.id, len(differences), shown)
         return found, check
 
-    async def _compare(self, base_id: str, prompt: int, golden: str, text: str) -> Difference:
+    async def _compare(self, tenant: Tenant, base_id: str, prompt: int, golden: str, text: str) -> Difference:
         """Return the difference of two texts, in tokens of the base model's tokenizer."""
         base = self._bases.of_model(base_id)
-        old, new = [await self._tokenizers.encode(base, each) for each in (golden, text)]
+        old, new = [await self._tokenizers.encode(base, each, tenant) for each in (golden, text)]
         position = num_equal(old, new)
         return Difference(prompt=prompt, position=position, agreement=position / max(len(old), len(new), 1), text=text)
 

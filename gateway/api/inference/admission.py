@@ -84,19 +84,19 @@ class Admission:
         async with AsyncExitStack() as place:
             await place.enter_async_context(self._limiter.place(tenant.id))
             parsed, model = await self._check(request, endpoint, principal, raw, share)
-            asked = await self._measure(parsed, raw, share, model, place)
+            asked = await self._measure(parsed, raw, share, model, tenant, place)
             account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
         share.admitted()
         return asked, account
 
     async def _measure(
-        self, parsed: AnyRequest, raw: bytes, share: BodyShare, model: Model, place: AsyncExitStack
+        self, parsed: AnyRequest, raw: bytes, share: BodyShare, model: Model, tenant: Tenant, place: AsyncExitStack
     ) -> InferenceRequest:
         """Return a body with its token counts. The place is given back while an engine counts."""
         base = self._catalog.bases.of_model(model.base)
         if not await self._prompts.counts_here(base):
             await place.aclose()
-        count = await self._prompts.counter(parsed, raw, share, base)
+        count = await self._prompts.counter(parsed, raw, share, base, tenant)
         return await self._prompts.measure(parsed, raw, share, base, count)
 
     async def _check(
@@ -123,7 +123,7 @@ class Admission:
             await place.enter_async_context(self._limiter.place(tenant.id))
             parsed = await self._prompts.parse(raw, endpoint, share)
             model = await resolve_model(self._catalog, tenant, parsed.model)
-            asked = await self._measure(parsed, raw, share, model, place)
+            asked = await self._measure(parsed, raw, share, model, tenant, place)
         share.admitted()
         return model, asked
 

@@ -17,6 +17,7 @@ from gateway.fleet.engines.traits import OwnFields
 from gateway.fleet.kinds.fields import check_fields
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base
+from gateway.records.tenants.tenants import Tenant
 from wire.context import answer_too_long, context_exceeded, prompt_too_long
 from wire.decoding import decode, is_quick
 from wire.requests import ChatCompletionRequest, CompletionRequest
@@ -98,7 +99,9 @@ class PromptReader:
         """Return whether this process counts the base's prompts, and no engine."""
         return await self._tokenizers.of(base) is not None
 
-    async def counter(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> CountTokens:
+    async def counter(
+        self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base, tenant: Tenant
+    ) -> CountTokens:
         """Return the function that counts the tokens of each prompt, after an engine has counted them if need be.
 
         Raises NoEngine if engines count the base's prompts and none is available.
@@ -108,7 +111,7 @@ class PromptReader:
         if tokenizer is not None:
             return partial(_lengths, tokenizer, request, base.context_length)
         try:
-            counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
+            counted = await share.wait(partial(self._tokenizers.count, base, request, raw, tenant))
         except TextTooLong as error:
             raise prompt_too_long(_prompt_field(request), base.context_length, error.at_least) from None
         return lambda: counted

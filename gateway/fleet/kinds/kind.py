@@ -26,6 +26,7 @@ from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
+    from gateway.records.tenants.tenants import Tenant
 
 HEALTH_TIMEOUT = ClientTimeout(total=3.0)
 CONNECT_SECONDS = 5.0
@@ -106,13 +107,16 @@ class EngineKind(ABC):
         """
         raise NotImplementedError
 
-    async def tokenize(self, engine: EngineRecord, model: str, body: dict[str, Any], most: int) -> tuple[int, bytes]:
+    async def tokenize(
+        self, engine: EngineRecord, model: str, body: dict[str, Any], most: int, tenant: "Tenant"
+    ) -> tuple[int, bytes]:
         """Return status and body of the answer to a text or a conversation for `/tokenize`. model: the base model's
-        name, for an engine that has not reported its own. most: largest size of the answer in bytes.
+        name, for an engine that has not reported its own. most: largest size of the answer in bytes. tenant: whose text
+        it is.
 
         Raises BodyTooLarge, ClientError, OSError, TimeoutError.
         """
-        headers = {"Content-Type": "application/json", **self.headers(engine)}
+        headers = {"Content-Type": "application/json", **self.headers(engine), **self.tenant_headers(tenant)}
         data = msgspec.json.encode({"model": engine.state.model or model, **body})
         async with self._session.post(
             f"{engine.url}/tokenize", data=data, headers=headers, timeout=TOKENIZE_TIMEOUT, allow_redirects=False
@@ -145,6 +149,12 @@ class EngineKind(ABC):
     def headers(self, engine: EngineRecord) -> dict[str, str]:
         """Return the headers that authenticate the gateway. Each foreign server has a key of its own."""
         return engine.address.bearer
+
+    def tenant_headers(self, tenant: "Tenant") -> dict[str, str]:
+        """Return the headers that name a request's tenant, for an engine that serves tenants fairly. Foreign servers
+        get none.
+        """
+        return {}
 
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
         """Return the exception for an answer with a status other than 200. It contains the error for the client."""

@@ -46,6 +46,7 @@ from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
+    from gateway.records.tenants.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class Loraplex(EngineKind):
     def headers(self, engine: EngineRecord) -> dict[str, str]:
         return self._token
 
+    def tenant_headers(self, tenant: "Tenant") -> dict[str, str]:
+        return {TENANT_HEADER: tenant.id, WEIGHT_HEADER: repr(tenant.weight)}
+
     async def read_state(self, engine: EngineRecord) -> EngineState:
         return parse_state(await self.get(engine, "/state"))
 
@@ -95,8 +99,7 @@ class Loraplex(EngineKind):
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         headers = {
             **self._token,
-            TENANT_HEADER: call.tenant.id,
-            WEIGHT_HEADER: repr(call.tenant.weight),
+            **self.tenant_headers(call.tenant),
             PRIORITY_HEADER: str(call.tenant.priority),
             AGE_HEADER: f"{max(0.0, time.monotonic() - call.arrived):.6f}",
         }

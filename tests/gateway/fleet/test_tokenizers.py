@@ -18,25 +18,53 @@ from gateway.fleet.tokenizers import MAX_COUNTED, Tokenizers
 from gateway.settings import SettingsError
 from testing.gateway.bases import one_base
 from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble
-from testing.gateway.running import MODEL_CONFIG, Client, running, settings, until
+from testing.gateway.principals import principal
+from testing.gateway.running import MODEL_CONFIG, TOKEN, Client, running, settings, until
 from testing.gateway.sglang_double import SglangDouble
+from testing.gateway.upstream import Upstream
 from testing.gateway.vllm_double import VllmDouble
+from wire.headers import INTERNAL_TOKEN_HEADER, TENANT_HEADER, WEIGHT_HEADER
 from wire.text.tokenizer import Tokenizer
 
 
 @asynccontextmanager
 async def counting(
-    double: ForeignDouble, prefix: str, folder: Path, model_dir: Path, redis_url: str, migrated: Path
+    double: ForeignDouble | Upstream, prefix: str, folder: Path, model_dir: Path, redis_url: str, migrated: Path
 ) -> AsyncIterator[Client]:
     """Start a gateway whose base `beta` has no tokenizer here, and yield a tenant's client."""
     async with double.serving():
         shutil.copy(migrated, folder / "gateway.db")
-        of = settings(folder, model_dir, [f"{prefix}+{double.url}"], redis_url, migrate_on_start=False)
+        of = settings(folder, model_dir, [f"{prefix}{double.url}"], redis_url, migrate_on_start=False)
         async with running(of) as gateway:
             config = MODEL_CONFIG | {"max_position_embeddings": 256}
             assert (await gateway.admin.post("/admin/api/bases", {"name": "beta", "config": config})).status == 201
             await gateway.engines_up(1)
             yield await gateway.tenant("acme")
+
+
+async def test_our_engines_count_prompts_in_the_turn_of_their_tenant(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    engine = Upstream()
+    engine.model = "beta"
+    async with counting(engine, "", tmp_path, model_dir, redis_url, migrated) as acme:
+        assert (await acme.chat(model="beta")).status == 200
+        assert (await acme.complete(model="beta", prompt="a")).status == 200
+    [asked, _] = [head for head, _ in engine.requests]
+    assert len(engine.tokenized) == 2
+    for head in engine.tokenized:
+        assert head[INTERNAL_TOKEN_HEADER] == TOKEN
+        assert [head[name] for name in (TENANT_HEADER, WEIGHT_HEADER)] == [asked[TENANT_HEADER], asked[WEIGHT_HEADER]]
+
+
+async def test_foreign_servers_that_count_prompts_learn_no_tenant(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    vllm = VllmDouble(api_key="", base_model="beta")
+    async with counting(vllm, "vllm+", tmp_path, model_dir, redis_url, migrated) as acme:
+        assert (await acme.chat(model="beta")).status == 200
+    assert vllm.tokenized
+    assert not any(name.startswith("x-loraplex") for head in vllm.heads for name in head)
 
 
 @pytest.mark.parametrize("prefix", ["vllm", "sglang"])
@@ -45,7 +73,7 @@ async def test_a_refused_prompt_shows_only_messages_meant_for_clients(
 ):
     double = (VllmDouble if prefix == "vllm" else SglangDouble)(api_key="", base_model="beta")
     double.refuse_tokenize = "no roles in /models/beta"
-    async with counting(double, prefix, tmp_path, model_dir, redis_url, migrated) as acme:
+    async with counting(double, f"{prefix}+", tmp_path, model_dir, redis_url, migrated) as acme:
         got = await acme.chat(model="beta")
         assert (got.status, "/models" in got.error["message"]) == (400, prefix == "vllm")
 
@@ -55,7 +83,7 @@ async def test_engines_count_a_bounded_number_of_texts_and_the_tenant_pays_for_r
 ):
     monkeypatch.setattr(memory, "REFUSED_SECONDS", 0.2)
     vllm = VllmDouble(api_key="", base_model="beta")
-    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+    async with counting(vllm, "vllm+", tmp_path, model_dir, redis_url, migrated) as acme:
         most = await acme.complete(model="beta", prompt=["a"] * MAX_COUNTED, max_tokens=1)
         assert (most.status, most.json["usage"]["prompt_tokens"]) == (200, PROMPT_TOKENS)
         got = await acme.complete(model="beta", prompt=["a"] * (MAX_COUNTED + 1), max_tokens=1)
@@ -76,7 +104,7 @@ async def test_an_engines_count_of_far_too_many_tokens_is_not_read(
     """The ids of a prompt of 8 MiB took some hundred MB, for each of a tenant's requests."""
     vllm = VllmDouble(api_key="", base_model="beta")
     vllm.tokenize_count = 10**6
-    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+    async with counting(vllm, "vllm+", tmp_path, model_dir, redis_url, migrated) as acme:
         for got in (await acme.complete(model="beta", max_tokens=1), await acme.chat(model="beta", max_tokens=1)):
             assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
             assert "has more than 256 tokens" in got.error["message"]
@@ -87,7 +115,7 @@ async def test_a_tenants_prompts_are_counted_by_engines_at_the_same_time(
 ):
     """Few of a tenant's requests are checked at the same time, and a wait for an engine is no part of it."""
     vllm = VllmDouble(api_key="", base_model="beta")
-    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+    async with counting(vllm, "vllm+", tmp_path, model_dir, redis_url, migrated) as acme:
         vllm.tokenize_seconds = 60.0
         asked = [asyncio.create_task(acme.complete(model="beta", max_tokens=1)) for _ in range(4 * ADMISSIONS_EACH)]
 
@@ -111,7 +139,7 @@ async def test_a_slow_folder_delays_no_other_base(monkeypatch: pytest.MonkeyPatc
             asyncio.run_coroutine_threadsafe(slow.wait(), loop).result(30)
         return loaded
 
-    async def ask(_base: Any, _body: dict[str, Any]) -> list[int]:
+    async def ask(*_: Any) -> list[int]:
         raise AssertionError("no engine counts")
 
     monkeypatch.setattr(tokenizers, "_load", load)
@@ -127,11 +155,11 @@ async def test_a_slow_folder_delays_no_other_base(monkeypatch: pytest.MonkeyPatc
 async def test_a_folder_of_an_unknown_user_leaves_the_counting_to_engines(caplog: pytest.LogCaptureFixture):
     """Another machine may have the user, so the base is on record."""
 
-    async def ask(_base: Any, _body: dict[str, Any]) -> list[int]:
+    async def ask(*_: Any) -> list[int]:
         return [1, 2]
 
     base = msgspec.structs.replace(one_base("beta"), tokenizer="~nobody-here/beta")
-    assert await Tokenizers(ask).encode(base, "hi") == [1, 2]
+    assert await Tokenizers(ask).encode(base, "hi", principal().tenant) == [1, 2]
     [record] = caplog.records
     assert "the base model beta" in record.message
     assert "tokenizer: ~nobody-here/beta: " in record.message

@@ -13,6 +13,7 @@ from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.kinds.kind import BodyTooLarge, ErrorDetail, read_detail, retry_after
 from gateway.fleet.kinds.vllm import Vllm
 from testing.gateway.kinds import kinds_of
+from testing.gateway.principals import principal
 from testing.gateway.running import BASE_MODEL
 from testing.serving import serving
 
@@ -36,7 +37,7 @@ async def test_an_answer_without_an_end_is_not_read(tmp_path: Path):
         with pytest.raises(BodyTooLarge):
             await kind.get(engine, "/v1/models")
         with pytest.raises(BodyTooLarge):
-            await kind.tokenize(engine, BASE_MODEL, {"prompt": "a"}, 1000)
+            await kind.tokenize(engine, BASE_MODEL, {"prompt": "a"}, 1000, principal().tenant)
         with pytest.raises(BodyTooLarge):
             await kind.adapters._post(engine, Vllm.adapter_api.load, {})
 
