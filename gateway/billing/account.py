@@ -9,6 +9,7 @@ from typing import Any
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.charges import Charge, Ending, Used, charge
+from gateway.billing.count_limits import CountLimits
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
@@ -18,14 +19,7 @@ from gateway.billing.usage_log_client import UsageLogClient
 from gateway.billing.used_engines import UsedEngines
 from gateway.error_codes import code_of, known_code
 from gateway.errors import AdapterMismatch, ClientGone, Forbidden, InvalidKey, Unavailable
-from gateway.fleet.calls.answers import (
-    Choice,
-    Fields,
-    Usage,
-    decode_choices,
-    decode_progress,
-    read_usage,
-)
+from gateway.fleet.calls.answers import Choice, Fields, Usage, decode_choices, decode_progress, read_usage
 from gateway.fleet.calls.receipts import matches, served_digest
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.service_meter import Reported
@@ -71,6 +65,7 @@ class Account:
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.choices, self.is_whole = asked.choices, not asked.stream
+        self.limits = CountLimits.of(asked, reservation.max_tokens)
         self._shares_prompts = (asked.body.get("n") or 1) > 1
         self.target = target_of(asked, principal.tenant)
         self.hold = reservation.hold
@@ -81,10 +76,9 @@ class Account:
         self.begun_choices: set[int] = set()
         self.ended_choices: set[int] = set()
         self.used_engines = UsedEngines()
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.cached_tokens = 0
-        self._knows_cached = False
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        # Whether the engine has reported counts, of cached tokens and of the completion, that a request can have.
+        self._knows_cached = self.is_counted = False
         self.finish_reason: str | None = None
         # The engine's receipt; None if it sent none.
         self.served_digest: str | None = None
@@ -151,7 +145,7 @@ class Account:
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
         self.used_engines.sent(engine)
-        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
+        self.prompt_tokens, self.completion_tokens, self.is_counted = prompt_tokens, 0, False
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""
@@ -171,7 +165,8 @@ class Account:
 
     def observe_report(self, completion_tokens: int) -> None:
         """Record the completion tokens so far of a whole answer. Raises Unavailable if another gateway settled it."""
-        self.completion_tokens = completion_tokens
+        self.set_completion(completion_tokens)
+        self.is_counted = True
         self._progressed()
 
     def observe_answer(self, answer: Fields) -> None:
@@ -189,7 +184,8 @@ class Account:
             self._first_token = time.monotonic()
 
     def _observe(self, event: Fields) -> None:
-        progress = decode_progress(event)
+        # Only our engines report their progress.
+        progress = decode_progress(event) if self.used_engines.remembers else None
         reason = None if progress is None else progress.finish_reason
         # Our engine says the reason of a whole answer, whose choices may be large.
         choices = [Choice(finish_reason=reason)] if isinstance(reason, str) else decode_choices(event)
@@ -198,10 +194,10 @@ class Account:
             self.rate_end.by_engine = progress.ended_by_allowance is True
         counts = read_usage(event) or (None if progress is None else progress.usage)
         if counts is not None:
-            self._count(counts)
-        else:
-            # The engine (vLLM) sends no counts before its last event: count a piece of text as one token.
-            self.completion_tokens += sum(choice.has_text for choice in choices)
+            self._count(self.limits.checked(counts))
+        if counts is None or counts.completion_tokens is None:
+            # vLLM may send no counts before its last event, a server impossible ones: a piece of text is one token.
+            self.set_completion(self.completion_tokens + sum(choice.has_text for choice in choices))
         self._progressed()
         for choice in choices:
             index = choice.index if choice.index in range(self.choices) else 0
@@ -215,6 +211,10 @@ class Account:
             self.on_progress(self.reservation, self.used_engines.engine, self.prompt_tokens, self.completion_tokens)
         if self.hold is not None:
             self.hold.use(self.completion_tokens)
+
+    def set_completion(self, tokens: int) -> None:
+        """Set the completion tokens so far, of all choices; within the limits."""
+        self.completion_tokens = min(max(tokens, 0), self.limits.completion)
 
     def charge(self, final: FinishedRequest | None) -> Charge:
         """Return the charge of the request. final: the engine's final count, if the answer was not read to the end."""
@@ -260,7 +260,8 @@ class Account:
         if counts.prompt_tokens is not None:
             self.prompt_tokens = counts.prompt_tokens
         if counts.completion_tokens is not None:
-            self.completion_tokens = min(counts.completion_tokens, self.reservation.max_tokens * self.choices)
+            self.set_completion(counts.completion_tokens)
+            self.is_counted = True
         # vLLM and SGLang count tokens as cached that only another choice of the same prompt has computed.
         if counts.cached_tokens is not None and (self.used_engines.remembers or not self._shares_prompts):
             self.cached_tokens, self._knows_cached = counts.cached_tokens, True
@@ -312,6 +313,7 @@ class Accounting:
         """Start the settlement and the usage row. Only the first call has an effect."""
         if account.settlement is None:
             account.ending = ending
+            self._speeds.count_unread(account, time.monotonic())
             self._metrics.target_ended(account.principal.tenant.name, account.is_target_met())
             account.settlement = asyncio.create_task(self._close(account))
             self._closing.add(account.settlement)
@@ -355,7 +357,6 @@ class Accounting:
             if outcome is not None:
                 account.used_engines.engine = engine
                 break
-        self._speeds.count_unread(account, ended)
         charged = account.charge(outcome)
         account.billed = charged.billed
         row = account.row(charged, ended)

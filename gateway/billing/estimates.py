@@ -1,8 +1,8 @@
-"""Estimated completion of a whole answer that was not read, behind a server that reports no counts of ended requests.
+"""Estimated completion of a whole answer without a count, behind a server that reports no counts of ended requests.
 
-Such a server (vLLM, SGLang) counts a whole answer's tokens only in the answer. If the client leaves before it, the
-server has generated tokens that nobody counted. The gateway knows the time that the server had, and the speed of the
-server's earlier answers.
+Such a server (vLLM, SGLang) counts a whole answer's tokens only in the answer. If the client leaves before it, or the
+count is one that no request can have, the server has generated tokens that nobody counted. The gateway knows the time
+that the server had, and the speed of the server's earlier answers.
 """
 
 from typing import Protocol
@@ -11,7 +11,6 @@ from gateway.billing.charges import Ending
 from gateway.billing.used_engines import UsedEngines
 from gateway.errors import TimeLimitExceeded
 from gateway.fleet.calls.answers import AnswerTooLarge
-from gateway.quota.reservation import Reservation
 from wire.bounded_dict import BoundedDict
 
 # Share of a server's answers that are slower than its speed. Most estimates are then not too low.
@@ -32,12 +31,14 @@ class Request(Protocol):
     """A request's account (`gateway.billing.account.Account`)."""
 
     used_engines: UsedEngines
-    reservation: Reservation
     ending: Ending
     choices: int
     completion_tokens: int
+    is_counted: bool
     is_whole: bool
     is_clients_cause: bool
+
+    def set_completion(self, tokens: int) -> None: ...
 
 
 class Speeds:
@@ -60,15 +61,18 @@ class Speeds:
         used = request.used_engines
         if not request.is_whole or used.engine is None or used.remembers:
             return
-        seconds, is_uncounted = used.seconds(ended), not request.completion_tokens
-        if request.ending is Ending.FINISHED:
+        seconds, is_finished = used.seconds(ended), request.ending is Ending.FINISHED
+        if is_finished:
             self._finished.put(used.engine, ended)
-            self.learn(used.engine, request.completion_tokens / request.choices, seconds)
-        elif is_uncounted and (request.is_clients_cause or request.ending in (Ending.CANCELLED, Ending.REVOKED)):
+        if request.is_counted:
+            if is_finished:
+                self.learn(used.engine, request.completion_tokens / request.choices, seconds)
+        elif is_finished:
+            request.set_completion(request.choices * max(1, self.tokens(used.engine, seconds)))
+        elif request.is_clients_cause or request.ending in (Ending.CANCELLED, Ending.REVOKED):
             silent = min(seconds, ended - self._finished.get(used.engine, 0.0))
             worked = seconds - max(0.0, silent - SILENT_SECONDS)
-            each = min(request.reservation.max_tokens, self.tokens(used.engine, worked))
-            request.completion_tokens = request.choices * each
+            request.set_completion(request.choices * self.tokens(used.engine, worked))
 
     def learn(self, engine: str, tokens: float, seconds: float) -> None:
         """Update an engine's speed with the tokens of a choice of a whole answer."""

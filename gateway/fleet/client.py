@@ -94,7 +94,7 @@ class EngineClient:
             raise EngineRefused(error) from error
         try:
             answer: Incoming = response
-            if response.content_type == REPORT_TYPE:
+            if response.content_type == REPORT_TYPE and engine.address.traits.has_usage_log:
                 answer = await _read_report(call, response)
             if answer.status != 200:
                 raise kind.refusal(answer, await read_error(answer), call.model)

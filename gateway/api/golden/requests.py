@@ -17,6 +17,7 @@ from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
+from gateway.billing.count_limits import CountLimits
 from gateway.billing.inference_request import InferenceRequest
 from gateway.errors import AdapterMismatch, RateLimited, UpstreamFailed
 from gateway.fleet.calls import receipts
@@ -54,10 +55,13 @@ class _CheckedLog(AttemptLog, Protocol):
 
 
 class FreeAttemptLog:
-    """Log of a free request. It checks the receipt, as an `Account` does. digest: the adapter's, without prefix."""
+    """Log of a free request. It checks the receipt and the counts, as an `Account` does. digest: the adapter's, without
+    prefix. limits: those of the counts.
+    """
 
-    def __init__(self, digest: str | None) -> None:
+    def __init__(self, digest: str | None, limits: CountLimits) -> None:
         self._digest = digest
+        self._limits = limits
         self.reported = Reported()
 
     def queued(self, seconds: float) -> None:
@@ -81,10 +85,11 @@ class FreeAttemptLog:
         """Read the numbers of computed tokens, which the fair share counts. Raises AdapterMismatch."""
         if (progress := decode_progress(answer)) is not None:
             self.observe_receipt(progress.adapter_digest)
-        if (usage := read_usage(answer)) is not None and isinstance(usage.completion_tokens, int):
-            prompt, cached = usage.prompt_tokens, usage.cached_tokens
-            computed = prompt - cached if isinstance(prompt, int) and isinstance(cached, int) else None
-            self.reported = Reported(computed, usage.completion_tokens)
+        if (usage := read_usage(answer)) is not None:
+            prompt, completion, cached = self._limits.checked(usage)
+            if completion is not None:
+                computed = None if prompt is None or cached is None else prompt - cached
+                self.reported = Reported(computed, completion)
 
 
 class GoldenRequests:
@@ -151,7 +156,7 @@ class GoldenRequests:
         call = msgspec.structs.replace(call, tenant=last, body={**asked.body, "priority": LAST_OWN})
         try:
             async with while_allowed(self._auth, None, arrived, self._request_timeout):
-                return await self._answer(call, FreeAttemptLog(model.digest))
+                return await self._answer(call, FreeAttemptLog(model.digest, CountLimits.of(asked, asked.max_tokens)))
         except EngineRefused as refusal:
             raise refusal.error from refusal
 

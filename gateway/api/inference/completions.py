@@ -10,7 +10,7 @@ from aiohttp import ClientError, web
 
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.delivery import FREE_BYTES, Deliveries, Delivery
-from gateway.api.inference.events import add_cost, drop_internal, head_of, shortened, visible_event
+from gateway.api.inference.events import drop_internal, head_of, shortened, show_billed, visible_event
 from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
 from gateway.api.inference.time_limit import TimeLimit
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint
@@ -163,8 +163,8 @@ class Completions:
             self._limited(account, refused)
         drop_internal(answer)
         answer.update(head_of(account))
-        add_cost(answer, account)
         await self._accounting.close_ahead(account)
+        show_billed(answer, account)
         body = delivery.whole(object_parts(answer))
         return web.Response(body=body, content_type="application/json", headers=_headers(account))
 
@@ -199,7 +199,7 @@ class Completions:
                             break
                         visible = visible_event(event, head, asked.include_usage)
                         if visible is not None:
-                            add_cost(visible, account)
+                            show_billed(visible, account)
                             await _send(delivery, response, msgspec.json.encode(visible))
                     else:
                         answering.end()

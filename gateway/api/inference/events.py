@@ -35,17 +35,27 @@ def _as_json(value: str) -> Raw:
     return Raw(msgspec.json.encode(value))
 
 
-def add_cost(answer: Fields, account: Account) -> None:
-    """Add the cost so far and its currency to the `usage` of an answer or of a stream's event, if it has one."""
+def show_billed(answer: Fields, account: Account) -> None:
+    """Set the counts so far, as they are billed, and their cost in the `usage` of an answer or of a stream's event, if
+    it has one.
+    """
     if _says_something(answer, "usage"):
         usage = decode_field(answer, "usage")
         if isinstance(usage, dict):
-            answer["usage"] = Raw(msgspec.json.encode(usage | _cost(account)))
+            answer["usage"] = Raw(msgspec.json.encode(usage | _billed(account)))
 
 
-def _cost(account: Account) -> dict[str, Any]:
-    # A JSON number with all of its decimals, as OpenRouter's clients expect.
-    return {"cost": Raw(exact_money(account.cost).encode()), "currency": account.reservation.currency}
+def _billed(account: Account) -> dict[str, Any]:
+    used = account.used
+    return {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.completion,
+        "total_tokens": used.prompt + used.completion,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+        # A JSON number with all of its decimals, as OpenRouter's clients expect.
+        "cost": Raw(exact_money(account.cost).encode()),
+        "currency": account.reservation.currency,
+    }
 
 
 def visible_event(event: Fields, head: Fields, include_usage: bool) -> Fields | None:
@@ -66,15 +76,7 @@ def shortened(event: Fields, head: Fields, asked: InferenceRequest, account: Acc
     choices = [{"index": index, **text, "logprobs": None, "finish_reason": "length"} for index in left]
     yield {**envelope, "choices": choices}
     if asked.include_usage:
-        used = account.used
-        counts = {
-            "prompt_tokens": used.prompt,
-            "completion_tokens": used.completion,
-            "total_tokens": used.prompt + used.completion,
-            "prompt_tokens_details": {"cached_tokens": used.cached},
-            **_cost(account),
-        }
-        yield {**envelope, "choices": [], "usage": counts}
+        yield {**envelope, "choices": [], "usage": _billed(account)}
 
 
 def _says_something(event: Fields, name: str) -> bool:

@@ -125,9 +125,12 @@ class Left(SimpleNamespace):
     def __init__(self, seconds: float, ending: Ending = Ending.CANCELLED, completion_tokens: int = 0) -> None:
         used = SimpleNamespace(engine=ENGINE, remembers=False, seconds=lambda ended: seconds)
         super().__init__(
-            used_engines=used, reservation=SimpleNamespace(max_tokens=10_000), ending=ending, choices=1,
-            completion_tokens=completion_tokens, is_whole=True, is_clients_cause=False,
+            used_engines=used, ending=ending, choices=1, completion_tokens=completion_tokens,
+            is_counted=completion_tokens > 0, is_whole=True, is_clients_cause=False,
         )  # fmt: skip
+
+    def set_completion(self, tokens: int) -> None:
+        self.completion_tokens = min(tokens, 10_000)
 
 
 def test_the_time_of_a_server_that_finishes_nothing_counts_for_two_minutes():
