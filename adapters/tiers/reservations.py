@@ -60,13 +60,13 @@ class Amount:
 class PageReservation:
     """A waiting adapter's claim.
 
-    owner: the tenant whose only reservation it is; None if each tenant that asks has another one. asking: the tenants
-    that asked for the adapter in the last step in which any did, with their weights, the least served first; tenants
-    without requests for it are left out, and at least one remains. since: the time at which it was made.
+    owner: the tenant whose only reservation it is. asking: the tenants that asked for the adapter in the last step in
+    which any did, with their weights, the least served first; tenants without requests for it are left out, and at
+    least one remains. since: the time at which it was made.
     """
 
     digest: str
-    owner: str | None
+    owner: str
     asking: tuple[tuple[str, float], ...]
     size: Amount
     since: float
@@ -94,6 +94,8 @@ class Reservations:
         self._owners: set[str] = set()
         # The tenants that have asked for reserved adapters in this step, with their weights, by digest.
         self._asking: dict[str, dict[str, float]] = {}
+        # The tenants that have asked for each reserved adapter in any step and have not left, with their weights.
+        self._waiting: dict[str, dict[str, float]] = {}
         # Time of the last preemption for each tenant, oldest first; dropped after `CALM_S`.
         self._preempted: OrderedDict[str, float] = OrderedDict()
         self.reserved, self.reserved_overdue = Amount(), Amount()
@@ -158,6 +160,7 @@ class Reservations:
             return False
         self._queue[digest] = PageReservation(digest, tenant_id, ((tenant_id, weight),), size, now)
         self._owners.add(tenant_id)
+        self._waiting[digest] = {}
         self.ask(digest, tenant_id, weight)
         self.reserved.add(size)
         return True
@@ -169,6 +172,7 @@ class Reservations:
         nothing is preempted for its owner alone if that is ahead of the others.
         """
         self._asking.setdefault(digest, {}).setdefault(tenant_id, weight)
+        self._waiting[digest][tenant_id] = weight
 
     def end_wait(self, reservation: PageReservation, now: float) -> None:
         """Remove a reservation whose adapter is placed now."""
@@ -180,33 +184,36 @@ class Reservations:
         reservation = self._queue.pop(digest, None)
         if reservation is None:
             return
-        self._disown(reservation)
+        self._owners.discard(reservation.owner)
+        del self._waiting[digest]
         self.reserved.remove(reservation.size)
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)
 
     def leave(self, digest: str, tenant_id: str) -> None:
-        """Take out a tenant whose last request for the adapter has left. Without another one that asked, the
-        reservation ends.
+        """Take out a tenant whose last request for the adapter has left. If it owned the reservation, another tenant
+        that waits inherits it with its age.
+
+        The reservation ends if each of these owns another one: a tenant whose neighbour reserves and leaves again and
+        again would have many.
         """
         found, asked = self._queue.get(digest), self._asking.get(digest, {})
         asked.pop(tenant_id, None)
         if found is None:
             return
-        asking = tuple(asked.items()) or tuple(each for each in found.asking if each[0] != tenant_id)
-        if not asking:
-            self.remove(digest)
-            return
+        waiting = self._waiting[digest]
+        waiting.pop(tenant_id, None)
+        asking = asked or {each: weight for each, weight in found.asking if each != tenant_id} or waiting
         owner = found.owner
         if owner == tenant_id:
-            self._disown(found)
-            owner = next((each for each, _ in asking if each not in self._owners), None)
-            self._owners.update(() if owner is None else (owner,))
-        self._replace(replace(found, owner=owner, asking=asking))
-
-    def _disown(self, reservation: PageReservation) -> None:
-        if reservation.owner is not None:
-            self._owners.discard(reservation.owner)
+            heir = next((each for each in asking | waiting if each not in self._owners), None)
+            if heir is None:
+                self.remove(digest)
+                return
+            self._owners.discard(tenant_id)
+            self._owners.add(heir)
+            owner = heir
+        self._replace(replace(found, owner=owner, asking=tuple(asking.items())))
 
     def _replace(self, reservation: PageReservation) -> None:
         for each in (self._queue, self._overdue):

@@ -310,13 +310,51 @@ def test_a_tenant_whose_request_has_left_owns_no_reservation():
     assert reservation_of(reservations, "shared").owner == "third", "second has one of its own"
     assert reservations.add("other", "first", 1.0, Amount(slots=1), 2.0)
     reservations.leave("shared", "third")
-    assert reservation_of(reservations, "shared").owner is None
+    assert "shared" not in reservations, "it would be a second one of the only tenant that waits"
     assert [tenant_id for tenant_id in ("first", "second", "third") if reservations.has_tenant(tenant_id)] == [
         *("first", "second"),
     ]
-    reservations.leave("shared", "second")
-    assert "shared" not in reservations
-    assert reservations.has_tenant("second")
+    assert [each.owner for each in reservations] == ["second", "first"]
+    assert reservations.reserved == Amount(slots=2)
+
+
+def test_a_reservation_keeps_its_age_while_its_owner_waits_and_does_not_ask():
+    reservations = Reservations(Amount(slots=1))
+    reservations.begin_step(0.0)
+    assert reservations.add("shared", "owner", 2.0, Amount(slots=1), 0.0)
+    reservations.begin_step(PAGE_WAIT_S)
+    reservations.ask("shared", "other", 1.0)
+    reservations.begin_step(2 * PAGE_WAIT_S)
+    reservations.leave("shared", "other")
+    [found] = reservations
+    assert found == PageReservation("shared", "owner", (("owner", 2.0),), Amount(slots=1), since=0.0)
+    assert [claim.tenant_id for claim in reservations.preempting((), 2 * PAGE_WAIT_S)] == ["owner"]
+
+
+def test_a_waiting_tenant_that_does_not_ask_inherits_a_reservation_with_its_age():
+    reservations = Reservations(Amount(slots=1))
+    reservations.begin_step(0.0)
+    assert reservations.add("shared", "owner", 1.0, Amount(slots=1), 0.0)
+    reservations.ask("shared", "other", 1.0)
+    for now in (1.0, 2.0):
+        reservations.begin_step(now)
+        reservations.ask("shared", "owner", 1.0)
+    reservations.begin_step(3.0)
+    reservations.leave("shared", "owner")
+    [found] = reservations
+    assert (found.owner, found.tenant_id, found.since) == ("other", "other", 0.0)
+    assert not reservations.has_tenant("owner")
+
+
+def test_a_tenant_gets_no_second_reservation_from_a_neighbour_that_reserves_and_leaves():
+    reservations = Reservations(Amount(slots=9))
+    for number in range(9):
+        reservations.begin_step(float(number))
+        assert reservations.add(f"adapter-{number}", "neighbour", 1.0, Amount(slots=1), float(number))
+        reservations.ask(f"adapter-{number}", "greedy", 1.0)
+        reservations.leave(f"adapter-{number}", "neighbour")
+    assert [each.owner for each in reservations] == ["greedy"]
+    assert reservations.add("light", "light", 1.0, Amount(slots=8), 9.0)
 
 
 def test_a_reservation_acts_for_no_tenant_that_has_left():
