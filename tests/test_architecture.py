@@ -138,15 +138,13 @@ def test_the_engine_needs_neither_redis_nor_a_database():
     assert not loaded & {"redis", "sqlalchemy", "alembic"}
 
 
-def test_only_the_conversion_of_the_demo_model_needs_the_packages_of_the_extra_demo():
+def test_the_product_needs_none_of_hugging_faces_model_packages():
+    """The demo's model is converted by the engine's own reader, so the extra `demo` brings nothing more."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    demo = {re.split(r"[<>=]", package)[0] for package in extras["demo"]} - {"loraplex[engine,local]"}
-    assert demo == {"accelerate", "transformers"}
-    assert not demo & {re.split(r"[<>=]", package)[0] for package in extras["engine"]}
-    importing = {
-        path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & (demo | {"safetensors"})
-    }
-    assert importing == {ROOT / "loraplex/models.py"}
+    assert extras["demo"] == ["loraplex[engine,local]"]
+    theirs = {"accelerate", "peft", "safetensors", "transformers"}
+    assert not theirs & {re.split(r"[<>=]", package)[0] for package in extras["engine"]}
+    assert not {path for path in SOURCES if {module.split(".")[0] for module in imports(path)} & theirs}
 
 
 def test_help_is_quick():

@@ -94,7 +94,7 @@ class TestTheRealModel:
 
 
 def small_conversion(gguf: Path, out: Path) -> None:
-    """Replace the conversion, which takes half a minute: the tests cover the code around it."""
+    """Replace the conversion, which takes seconds: the tests cover the code around it."""
     out.mkdir()
     (out / "config.json").write_text(gguf.read_text())
     (out / "model.safetensors").write_bytes(b"weights")
@@ -165,14 +165,14 @@ def test_no_package_index(fetched):
 
 
 def test_packages_of_the_conversion_that_are_missing_are_named_before_the_download(tmp_path, monkeypatch):
-    """An engine's installation lacks them. A damaged model stays, so that nothing is lost before they are installed."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    """A gateway's installation lacks them. A damaged model stays, so that nothing is lost before they are installed."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
     damaged = tmp_path / DEMO_MODEL
     damaged.mkdir()
     said: list[str] = []
     with pytest.raises(ModelError) as error:
         ensure_demo_model(tmp_path, said.append)
-    expected = "the demo model needs packages that are not installed: transformers; in Loraplex's checkout: "
+    expected = "the demo model needs packages that are not installed: gguf; in Loraplex's checkout: "
     assert str(error.value) == f"{expected}pip install -e '.[demo]'"
     assert said == []
     assert damaged.exists()

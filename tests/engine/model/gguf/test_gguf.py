@@ -1,6 +1,7 @@
 """GGUF models: equal to the folder they were written from, and to transformers reading the same file."""
 
 import dataclasses
+import json
 import re
 import struct
 from pathlib import Path
@@ -10,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
 
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
 from engine.model.gguf.blocks import KEPT
+from engine.model.gguf.dense_folder import write_dense_folder
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.rope import rope_frequencies
@@ -217,6 +220,38 @@ def test_a_folder_written_around_a_file_is_the_same_model(llama: Path, tmp_path:
     (folder / "other.gguf").symlink_to(file)
     with pytest.raises(ConfigError, match=r"one \.gguf file, got 2 \.gguf files"):
         tensors(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_a_dense_folder_as_the_same_model(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, folder = make(tmp_path / "source", family), tmp_path / "dense"
+    tiny.save_byte_level_tokenizer(source)
+    file = gguf_files.write(source, tmp_path / "model.gguf", architecture=FAMILIES[family][0], vocabulary=True)
+    write_dense_folder(file, folder)
+    file.unlink()
+    expected, found = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (source, folder))
+    assert type(found) is type(expected)
+    ids = torch.arange(20)[None] % SIZES["vocab_size"]
+    # llama.cpp stores the norms' epsilon in single precision.
+    torch.testing.assert_close(found(ids).logits, expected(ids).logits)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    tokenizers = [AutoTokenizer.from_pretrained(each) for each in (folder, source)]
+    chats = [each.apply_chat_template([{"role": "user", "content": "What is a fox?"}]) for each in tokenizers]
+    assert chats[0]["input_ids"] == chats[1]["input_ids"]
+    assert tokenizers[0].eos_token == tokenizers[1].eos_token
+
+
+def test_quantised_weights_of_a_dense_folder_are_rounded_as_the_engine_rounds_them(llama: Path, tmp_path: Path) -> None:
+    tiny.save_byte_level_tokenizer(tmp_path)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(llama / name)
+    file = gguf_files.write(tmp_path, tmp_path / "model.gguf", Kind.Q4_1, vocabulary=True)
+    write_dense_folder(file, tmp_path / "dense")
+    stored = load_file(tmp_path / "dense/model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert all(torch.equal(stored[name], tensor.bfloat16()) for name, tensor in tensors(file).items())
 
 
 def test_vocabularies_that_cannot_be_rebuilt_are_refused(llama: Path, tmp_path: Path) -> None:
