@@ -24,12 +24,13 @@ class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class TokenRules(msgspec.Struct, array_like=True, frozen=True):
-    """A request's rules for its tokens, which are sent and compiled once for all of its sequences. banned: token
-    sequences that the output may not contain. bias: `logit_bias`. Empty: no such rule.
+    """A request's rules for its tokens, which are sent and compiled once for all of its sequences. allowed: token ids
+    as int32; as integers, 2**18 would hold the event loops of both sides for milliseconds. banned: token sequences that
+    the output may not contain. bias: `logit_bias`. Empty: no such rule.
     """
 
     grammar: GrammarSpec | None = None
-    allowed: list[int] = []
+    allowed: bytes = b""
     banned: list[list[int]] = []
     bias: dict[int, float] = {}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from adapters.fair_threads import TooManyPending, Yielding
 from adapters.manifest import BaseShape
@@ -48,7 +49,7 @@ REPORTED_ON_HOST = 512
 # If steps run on the CPU, a heavy tenant's loads take at most a fifth of a core. At full speed they doubled a
 # neighbour's time to first token (docs/lab-notes.md).
 HOST_YIELDING = Yielding(rest=4.0)
-# Maximum rule tokens compiled on the event loop; a thousand words take about 2 ms.
+# Maximum tokens of banned words compiled on the event loop; a thousand words take about 2 ms.
 QUICK_RULES = 256
 
 
@@ -131,13 +132,11 @@ class CoreService:
 
     async def _compile(self, rules: TokenRules, tenant_id: str) -> dict[str, Any]:
         """Return the fields of SamplingParams."""
-
-        def tables() -> tuple[AllowedTokens | None, BannedWords | None]:
-            allowed, banned = rules.allowed, rules.banned
-            return AllowedTokens(allowed) if allowed else None, BannedWords(banned) if banned else None
-
-        is_quick = len(rules.allowed) + sum(map(len, rules.banned)) <= QUICK_RULES
-        allowed, banned = tables() if is_quick else await asyncio.to_thread(tables)
+        allowed = AllowedTokens(np.frombuffer(rules.allowed, np.int32)) if rules.allowed else None
+        banned = None
+        if rules.banned:
+            is_quick = sum(map(len, rules.banned)) <= QUICK_RULES
+            banned = BannedWords(rules.banned) if is_quick else await asyncio.to_thread(BannedWords, rules.banned)
         grammar = None if rules.grammar is None else await self._grammars.get(rules.grammar, tenant_id)
         return {"grammar": grammar, "allowed": allowed, "bad_words": banned, "logit_bias": rules.bias}
 

@@ -13,12 +13,12 @@ class AllowedTokens:
 
     __slots__ = ("_token_ids", "_words", "largest")
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        """token_ids: at least 1, none negative. They become an array here, beside the steps, because 2**18 take 10 ms.
-        The mask is built at its first use, after the engine has checked `largest` against the vocabulary, so that an
-        id near 2**31 does not allocate 256 MiB.
+    def __init__(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        """token_ids: at least 1, none negative; an array of int32 is not copied. The mask is built at its first use,
+        after the engine has checked `largest` against the vocabulary, so that an id near 2**31 does not allocate
+        256 MiB.
         """
-        self._token_ids = np.array(token_ids, np.int32)
+        self._token_ids = np.asarray(token_ids, np.int32)
         self.largest = int(self._token_ids.max())
         self._words: np.ndarray | None = None
 
