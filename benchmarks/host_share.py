@@ -361,7 +361,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--seconds", type=float, default=8)
-    parser.add_argument("--engine-core-mode", default="process,thread", help="modes of the core, in turn")
+    parser.add_argument("--engine-core-mode", "--core", default="process,thread", help="modes of the core, in turn")
     parser.add_argument("--only", default="", help="measure only what has this text in its name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--fronts", type=int, default=4, help="busy processes beside the front")

@@ -7,6 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from engine.config import EngineConfig
 from loraplex.commands.config_options import options_of
 from wire.options import option
 
@@ -36,3 +37,13 @@ def test_a_flag_is_accepted_by_its_former_name(arguments: list[str], changed: di
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     assert found == {"off": False, "on": True, "size": 1} | changed
+
+
+@pytest.mark.parametrize("flag", ["--engine-core-mode", "--core"])
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_the_mode_of_the_core_is_set_by_its_flag_and_its_former_name(flag: str, mode: str):
+    found: dict[str, Any] = {}
+    command = click.command()(options_of(EngineConfig)(lambda **flags: found.update(flags)))
+    result = CliRunner().invoke(command, ["--model", "x", flag, mode])
+    assert result.exit_code == 0, result.output
+    assert found["engine_core_mode"] == mode
