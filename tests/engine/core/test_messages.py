@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from adapters.manifest import AdapterError, AdapterNotFound
+from engine.answering.token_rules import pack
 from engine.core.frames import Frames, head
 from engine.core.messages import Abort, Add, TokenRules, decode_commands, encode
 from engine.errors import EngineUnavailable, Fault, QueueFull, TenantQueueFull
@@ -37,7 +38,7 @@ def test_choices_share_their_prompt_on_the_wire_and_have_it_after():
         for i, prompt in enumerate(prompts)
         for choice in range(64)
     ]  # fmt: skip
-    rules = TokenRules(GrammarSpec("regex", "a+", param="guided_regex"), [1, 2], [[3, 4]], {5: -1.5, 6: 100.0})
+    rules = TokenRules(GrammarSpec("regex", "a+", param="guided_regex"), pack([1, 2]), [[3, 4]], {5: -1.5, 6: 100.0})
     frame = encode([Add.of(news, rules), Abort("r-0-1")])
     add, abort = decode_commands(frame)
     assert (add.new_requests(), add.rules, abort) == (news, rules, Abort("r-0-1"))
