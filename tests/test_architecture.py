@@ -130,6 +130,11 @@ def test_traces_are_loaded_only_where_they_are_asked_for():
     modules_after("import gateway.serve, sys; assert 'wire.telemetry.otlp' not in sys.modules")
 
 
+def test_a_gateway_loads_alembic_only_to_migrate():
+    """Alembic takes a tenth of a gateway's start."""
+    assert not modules_after("import gateway.build, gateway.serve") & {"alembic", "mako"}
+
+
 def test_the_engine_needs_neither_redis_nor_a_database():
     front = modules_after("import engine.program")
     assert "torch" not in front, "beside a core in a process, the front needs neither its time nor its memory"

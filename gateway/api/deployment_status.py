@@ -17,7 +17,8 @@ from gateway.billing.journal import SUFFIX, journal_folder
 from gateway.errors import GatewayError
 from gateway.process.disks import room
 from gateway.records.events.events import KEPT
-from gateway.records.sql.database import Database, Migration, migrations
+from gateway.records.sql.database import Database
+from gateway.records.sql.schema_version import Migration, migrations
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import adapter_versions, removed_versions
 from gateway.settings import Settings

@@ -6,7 +6,6 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple
 
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import DateTime, MetaData, Table, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -17,6 +16,7 @@ from gateway.records.backup.file import BackupError, BackupFile, file_errors
 from gateway.records.backup.write import LEFT_OUT, check_revision, reflected, table_names, used_digests
 from gateway.records.partitions.partitions import has_partitions, make_months
 from gateway.records.sql.database import Database, upgrade_schema
+from gateway.records.sql.schema_version import read_revision
 from gateway.records.sql.tables import usage
 
 # Rows that are written at a time.
@@ -76,7 +76,7 @@ def _carried(backup: BackupFile, revision: str) -> list[str]:
 
 async def _make_schema(connection: AsyncConnection, revision: str) -> None:
     """Give an empty database the schema of the backup. Raises BackupError if the database has rows."""
-    present = await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+    present = await connection.run_sync(read_revision)
     if present is not None:
         tables = await reflected(connection, table_names(check_revision(present, "the database")))
         for table in tables:

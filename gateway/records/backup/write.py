@@ -24,7 +24,8 @@ from gateway.records.backup.file import (
     Header,
     new_backup,
 )
-from gateway.records.sql.database import Database, migrations, upgrade_schema
+from gateway.records.sql.database import Database, upgrade_schema
+from gateway.records.sql.schema_version import migrations
 
 # Tables that stay behind: the schema's version, which the header has, and its support of programs, which the migrations
 # write; counters of changes, which depend on the server; and work in progress, which belongs to the running gateways:

@@ -7,14 +7,9 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, TextClause, event, text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -25,13 +20,14 @@ from gateway.error_codes import DATABASE_UNAVAILABLE
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.sql.schema_support import find_problem
+from gateway.records.sql.schema_version import migrations, read_revision
 from gateway.records.sql.sqlite_driver import connect_sqlite
 from gateway.records.sql.urls import ParsedUrl, parse_url
 from gateway.setting_errors import NotUsableNow, SettingsError
 from gateway.sql_states import LOCK_NOT_AVAILABLE, READ_ONLY, is_datas_fault, sql_state
 
 log = logging.getLogger(__name__)
-# Alembic logs its context at every look at a schema's version. Changes are logged below.
+# Alembic logs its context and each step of a migration. The change as a whole is logged below.
 logging.getLogger("alembic").setLevel(logging.WARNING)
 
 # Time-out of a statement and of the wait for a connection, in seconds.
@@ -51,20 +47,6 @@ MIGRATION_LOCK = 0x6C_70_78_6D
 # Maximum waits of a migration for another migration, and for a table's lock. Other statements on the table queue
 # behind the second wait.
 MIGRATION_SECONDS, TABLE_LOCK_SECONDS = 600.0, 10.0
-
-
-class Migration(NamedTuple):
-    """Version of the schema."""
-
-    revision: str
-    title: str
-
-
-@cache
-def migrations() -> list[Migration]:
-    """Return all versions of the schema, the newest first. It reads files."""
-    scripts = ScriptDirectory.from_config(_alembic_config()).walk_revisions()
-    return [Migration(script.revision, (script.doc or "").splitlines()[0]) for script in scripts]
 
 
 class Database:
@@ -215,7 +197,7 @@ class Database:
         """Raise NotUsableNow if this program cannot run on the schema, or if the database cannot be reached."""
         with _reachable():
             async with self.read() as connection:
-                problem = await connection.run_sync(lambda sync: find_problem(sync, _revision(sync), _known()))
+                problem = await connection.run_sync(lambda sync: find_problem(sync, read_revision(sync), _known()))
         if problem is not None:
             raise NotUsableNow("LORAPLEX_DATABASE_URL", problem)
 
@@ -230,7 +212,7 @@ class Database:
     async def revision(self) -> str | None:
         """Return the schema's version, None before the first migration."""
         async with self.read() as connection:
-            return await connection.run_sync(_revision)
+            return await connection.run_sync(read_revision)
 
     async def close(self) -> None:
         await self._engine.dispose()
@@ -320,18 +302,8 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _alembic_config() -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(Path(versions.__file__).parent))
-    return config
-
-
 def _known() -> list[str]:
     return [migration.revision for migration in migrations()]
-
-
-def _revision(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()
 
 
 def upgrade_schema(connection: Connection, revision: str = "head") -> None:
@@ -339,15 +311,22 @@ def upgrade_schema(connection: Connection, revision: str = "head") -> None:
 
     The schema of a newer release that supports this program stays as it is. Raises NotUsableNow for one that does not.
     """
-    before = _revision(connection)
+    before = read_revision(connection)
+    if before == _known()[0] and revision == "head":
+        return
     if before is not None and before not in _known():
         if problem := find_problem(connection, before, _known()):
             raise NotUsableNow("LORAPLEX_DATABASE_URL", problem)
         log.info("the schema of the database stays at %s, of a newer release", before)
         return
-    config = _alembic_config()
+    # Imported here, because most starts of a gateway find the newest schema.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(versions.__file__).parent))
     config.attributes["connection"] = connection
     command.upgrade(config, revision)
-    after = _revision(connection)
+    after = read_revision(connection)
     if before != after:
         log.info("the schema of the database was migrated from %s to %s", before or "nothing", after)

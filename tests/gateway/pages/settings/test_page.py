@@ -14,7 +14,8 @@ from sqlalchemy import insert
 
 from gateway.alerts.signing import signed_headers
 from gateway.api.shown_settings import SET, shown_settings
-from gateway.records.sql.database import Database, migrations
+from gateway.records.sql.database import Database
+from gateway.records.sql.schema_version import migrations
 from gateway.records.sql.tables import usage_rejected
 from gateway.settings import Settings
 from testing.gateway.running import ADMIN_KEY, PEPPER, Answer, Browser, Gateway, until

@@ -20,7 +20,8 @@ from adapters.store import FILES, DirectoryStore
 from gateway.access.peppers import fingerprint
 from gateway.records.backup.file import HEADER, SUMS, BackupFile, new_backup
 from gateway.records.backup.write import LEFT_OUT
-from gateway.records.sql.database import Database, migrations, upgrade_schema
+from gateway.records.sql.database import Database, upgrade_schema
+from gateway.records.sql.schema_version import migrations
 from gateway.records.sql.tables import metadata, tenants, usage, usage_daily, usage_hourly
 from gateway.records.tenants.tenants import Tenants
 from loraplex.cli import main

@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from msgspec.structs import replace
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+import migrations as versions
 from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.caches.changes import Changes
-from gateway.records.sql.database import Database, migrate, migrations
+from gateway.records.sql.database import Database, migrate, upgrade_schema
+from gateway.records.sql.schema_version import Migration, migrations, read_revision
 from gateway.records.sql.tables import audit, metadata
 from gateway.records.tenants.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
@@ -46,6 +49,24 @@ async def test_the_migrations_make_the_tables_we_use(database: Database):
     connection: AsyncConnection
     async with database.read() as connection:
         assert await connection.run_sync(differences) == []
+
+
+def test_the_known_versions_are_alembics():
+    scripts = ScriptDirectory(str(Path(versions.__file__).parent)).walk_revisions()
+    assert migrations() == [Migration(each.revision, (each.doc or "").splitlines()[0]) for each in scripts]
+
+
+async def test_the_version_of_a_schema_is_alembics(database_url: str):
+    def both(connection: Any) -> tuple[str | None, str | None]:
+        return read_revision(connection), MigrationContext.configure(connection).get_current_revision()
+
+    database = Database(database_url)
+    async with database.changing_schema() as connection:
+        assert await connection.run_sync(both) == (None, None)
+    async with database.changing_schema() as connection:
+        await connection.run_sync(upgrade_schema, "0007")
+        assert await connection.run_sync(both) == ("0007", "0007")
+    await database.close()
 
 
 async def test_migrating_again_and_at_once_is_harmless(database_url: str):
