@@ -33,7 +33,8 @@ def sample(
     """Sample like `kernels.reference.sample`: logits `[B, vocab]` fp32, one parameter per row; returns `[B]` int64.
 
     part: tokens that a program reads. Parameters are read on the device, so a graph replays with any values. Rows of
-    only -inf give token 0. Raises ValueError for unsuitable shapes or dtypes.
+    only -inf give token 0, rows with +inf the first token that has it. Raises ValueError for unsuitable shapes or
+    dtypes.
     """
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits: expected float32 [B, vocab] with contiguous rows, got {logits.dtype} {logits.shape}")
@@ -154,7 +155,7 @@ def _choose(  # type: ignore[no-untyped-def]
         fits = tl.max(tl.load(counts + row * PARTS + p, mask=in_use, other=0), 0) <= KEPT
         tops = tl.load(largest + row * PARTS + p, mask=in_use, other=float("-inf"))
         top = tl.max(tops, 0)
-        if fits & (top > float("-inf")):
+        if fits & (top > float("-inf")) & (top < float("inf")):
             inverse = 1.0 / tl.load(temperature + row)
             # No token below the largest bound can be told from one that was not kept.
             bound = tl.max(tl.load(bounds + row * PARTS + p, mask=in_use, other=-2147483648), 0)
@@ -253,7 +254,8 @@ def _sample_row(  # type: ignore[no-untyped-def]
     # The first on a tie.
     token = tl.min(tl.where(best == largest, best_at, VOCAB), 0)
     heat = tl.load(temperature + row)
-    if (heat > 0.0) & (largest > float("-inf")):
+    # Beside +inf no weight is a number.
+    if (heat > 0.0) & (largest > float("-inf")) & (largest < float("inf")):
         inverse = 1.0 / heat
         cut = tl.full((), -2147483648, dtype=tl.int32)
         k = tl.load(top_k + row)

@@ -96,6 +96,14 @@ def test_equal_logits(device):
     assert torch.equal(tokens.cpu(), reference.sample(x.cpu(), *[a.cpu() for a in arguments]))
 
 
+def test_an_infinite_score_is_the_token_of_each_row(device):
+    """Its token shows the engine that the row has no distribution. Before, such rows gave token 0, and went on."""
+    x = logits(len(ROWS), 3000, device)
+    x[:, 1500] = float("inf")
+    tokens = sample(x, *parameters(list(ROWS.values()), device), part=1024)
+    assert tokens.tolist() == [1500] * len(ROWS)
+
+
 def test_masked_tokens_are_never_drawn(device):
     """Tokens that a grammar masks with -inf are never drawn."""
     x = torch.full((len(ROWS), 5000), float("-inf"), device=device)
