@@ -18,7 +18,8 @@ from engine.scheduling.request import Request
 PRIOR = 700
 # Tenants whose average output is known, those with the most recent ends.
 MAX_TENANTS = 4096
-# Weight of what is expected without a tenant's own answers, in such answers: a single one of them decides little.
+# Weight of what is expected without a tenant's own answers, in such answers, before the first: a single one of them
+# decides little. It shrinks to 0 as the tenant's answers become many.
 PRIOR_ANSWERS = 4
 # Factor on the average output: most answers of a mixture are shorter.
 MARGIN = 1.5
@@ -39,7 +40,8 @@ class _Answers(NamedTuple):
 
     def expected(self, prior: float) -> float:
         """Return the expected output tokens of the next one. prior: their expected number without these answers."""
-        return (self.number * self.average + PRIOR_ANSWERS * prior) / (self.number + PRIOR_ANSWERS)
+        weight = PRIOR_ANSWERS * (1 - (1 - _MEMORY) * self.number)  # `number` grows towards 1 / (1 - _MEMORY)
+        return (self.number * self.average + weight * prior) / (self.number + weight)
 
 
 class BlockDemand:
@@ -58,10 +60,11 @@ class BlockDemand:
         self._sizes: list[tuple[float, int]] = []
 
     def observe(self, request: Request) -> None:
-        """Learn from the length of an answer, if its model ended it: one that was cut at its limit could have been
-        longer, and the next one's limit may be higher.
+        """Learn from the length of an answer, if its model ended it, or if it is longer than expected: one that was cut
+        at its limit could have been longer, and the next one's limit may be higher.
         """
-        if request.finish_reason != "stop":
+        is_longer = MARGIN * request.num_output_tokens > self.expected_outputs(request.tenant_id)
+        if request.finish_reason != "stop" and not (request.finish_reason == "length" and is_longer):
             return
         if request.tenant_id in self._answers:
             before = self._answers.pop(request.tenant_id)
