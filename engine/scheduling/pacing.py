@@ -30,8 +30,9 @@ STEEPNESS = 5
 # A step may have MIN_ROWS rows (streams and prompt tokens) even if it then exceeds its target, as long as they take at
 # most MAX_STEP_S seconds. Smaller steps would consist mostly of their fixed cost.
 MIN_ROWS, MAX_STEP_S = 112, 0.25
-# Rows of a step for each free seat that a waiting request can take. The prompts that replace the streams that end have
-# `streams * prompt / answer` tokens in each step. So with one row for each free seat, and prompts as long as answers,
+# Rows of a step for each free seat for which a request waits. Only requests that do take a seat get them: others may
+# wait for blocks or for their adapter. The prompts that replace the streams that end have `streams * prompt / answer`
+# tokens in each step. So with one row for each free seat, and prompts as long as answers,
 # half of the seats would stay empty; with three rows, a quarter.
 ROWS_TO_FILL = 3
 _MEMORY = 0.9  # weight of the past in each moving average
@@ -53,11 +54,14 @@ class _Step(NamedTuple):
 
 @dataclass(slots=True)
 class PromptBudget:
-    """Prompt tokens that a step may compute. paced: limit for prompts in general; most: limit for prompts of light
-    tenants (`Policy.heavier`). Both count all planned prompt tokens.
+    """Prompt tokens that a step may compute. Each limit counts all planned prompt tokens.
+
+    paced: limit for prompts in general. joining: limit for requests that take a free seat in this step. most: limit for
+    prompts of light tenants (`Policy.heavier`).
     """
 
     paced: int
+    joining: int
     most: int
     num_planned: int = 0
 
@@ -65,8 +69,9 @@ class PromptBudget:
     def is_spent(self) -> bool:
         return self.num_planned >= self.most
 
-    def room(self, *, is_light: bool) -> int:
-        return (self.most if is_light else self.paced) - self.num_planned
+    def room(self, *, is_light: bool, joins: bool) -> int:
+        limit = self.most if is_light else self.joining if joins else self.paced
+        return limit - self.num_planned
 
 
 def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
@@ -82,7 +87,7 @@ def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
 def filling_rows(num_running: int, num_joining: int) -> int:
     """Return the rows of a step that fills free seats: one for each running request, `ROWS_TO_FILL` for each free seat.
 
-    num_joining: number of free seats that waiting requests can take.
+    num_joining: number of free seats for which requests wait.
     """
     return num_running + ROWS_TO_FILL * num_joining
 
@@ -136,21 +141,21 @@ class Pacer:
 
         target: time in seconds that light tenants' prompts may take, and up to which `prompt_pressure` may enlarge the
             chunks of others; None: no such limits. See also `MIN_ROWS`.
-        filling_rows: rows up to which prompts may fill the step within the target, so that free seats do not stay
-            empty: see the function of this name.
+        filling_rows: rows up to which prompts of requests that take a seat may fill the step, within the target or
+            `MIN_ROWS`, so that free seats do not stay empty: see the function of this name.
         """
         paced = self.paced_tokens(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
             # Light tenants' prompts were in every step. A step without prompts is due, or `paced_tokens` stays 0.
-            return PromptBudget(0, 0)
+            return PromptBudget(0, 0, 0)
         if target is None or not self._rows:
-            return PromptBudget(paced, paced)
+            return PromptBudget(paced, paced, paced)
         within = max(self._min_tokens, int(target / self._each), min(MIN_ROWS, int(MAX_STEP_S / self._each)))
         usual = self.paced_tokens(num_decodes, most) if num_decodes else 0
         limited = min(paced, max(within - num_decodes, usual))
-        if limited:  # else a step of decodes only is due
-            limited = max(limited, min(filling_rows, within) - num_decodes)
-        return PromptBudget(min(most, limited), min(most, max(paced, within)))
+        # Without a limit for others, a step of decodes only is due.
+        joining = max(limited, min(filling_rows, within) - num_decodes) if limited else 0
+        return PromptBudget(min(most, limited), min(most, joining), min(most, max(paced, within)))
 
     def seconds_of(self, num_rows: int) -> float:
         """Return the time that `num_rows` rows add to a step; 0 without data."""

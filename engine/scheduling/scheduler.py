@@ -213,7 +213,7 @@ class Scheduler:
 
     def _budget_prompts(self, plan: Plan, most: int, prompts: Sequence[Request]) -> PromptBudget:
         if self._pacer is None:
-            return PromptBudget(most, most)
+            return PromptBudget(most, most, most)
         target = self.policy.step_target(self._clock())
         rows = filling_rows(len(self.running), min(self.num_waiting, self._seats.num_free))
         return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target, rows)
@@ -247,7 +247,7 @@ class Scheduler:
                 continue
             heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
             # A prompt of a tenant that gives way would delay the light tenant's first token.
-            room = 0 if request.tenant_id in giving_way else budget.room(is_light=bool(heavier))
+            room = 0 if request.tenant_id in giving_way else budget.room(is_light=bool(heavier), joins=is_waiting)
             if room <= 0:
                 if is_waiting:
                     turns.pass_over()  # the next tenant may be a light one, whose prompts have more room

@@ -28,13 +28,14 @@ WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}
 class Machine:
     """An engine in simulated time.
 
-    gaps: times between the tokens of a stream that keeps its seat. service: prompt tokens plus twice the output tokens,
-    as in `benchmarks.fairness`. again: tokens that were computed before.
+    gaps: times between the tokens of a stream. service: prompt tokens plus twice the output tokens, as in
+    `benchmarks.fairness`. again: tokens that were computed before.
     """
 
     scheduler: str = "fair"
     row_s: float = ROW_S
     prefix_cache: bool = True
+    blocks: int = 5800
     now: float = 0.0
     steps: list[tuple[float, int, int]] = field(default_factory=list)
     rows: int = 0
@@ -44,7 +45,7 @@ class Machine:
         name: PolicyName = "fair" if self.scheduler == "fair" else "fcfs"
         self.pacer = Pacer(1.8)
         self.engine = Scheduler(
-            KVCache(5800, 16, self.prefix_cache),
+            KVCache(self.blocks, 16, self.prefix_cache),
             Pool(),  # type: ignore[arg-type]
             StepLimits(64, 640),
             policy=make_policy(
@@ -59,8 +60,6 @@ class Machine:
         self.last: dict[Request, float] = {}
         self.ttft: defaultdict[str, list[float]] = defaultdict(list)
         self.gaps: defaultdict[str, list[float]] = defaultdict(list)
-        self.gaps_of_preempted: list[float] = []
-        self.preempted: set[Request] = set()
         self.service: Counter[str] = Counter()
         self.asked = 0
 
@@ -96,7 +95,6 @@ class Machine:
 
     def _step(self) -> None:
         plan = self.engine.schedule()
-        self.preempted |= {r for r in self.last if r.status is Status.WAITING}
         decodes = sum(r.is_decoding for r in plan)
         prompts = sum(n for r, n in plan.items() if not r.is_decoding)
         seconds = FIXED_S + self.row_s * (decodes + prompts)
@@ -115,9 +113,7 @@ class Machine:
         tenant_id = request.tenant_id
         self.service[tenant_id] += 2
         if request in self.last:
-            gaps = self.gaps_of_preempted if request in self.preempted else self.gaps[tenant_id]
-            gaps.append(self.now - self.last[request])
-            self.preempted.discard(request)
+            self.gaps[tenant_id].append(self.now - self.last[request])
         else:
             self.ttft[tenant_id].append(self.now - self.arrived[request])
             self.service[tenant_id] += request.num_prompt_tokens
@@ -152,11 +148,9 @@ def test_a_quiet_tenants_first_token_beside_a_flood(row_s: float) -> None:
     beside, alone, fcfs = flood("fair", row_s), flood("fair", row_s, with_flood=False), flood("fcfs", row_s)
     assert max(beside.ttft["quiet"]) <= 1.5 * max(alone.ttft["quiet"])
     assert sum(beside.service.values()) >= 0.97 * sum(fcfs.service.values())
-    # A stream of the flood waits for one short step at most between two of its own. If it has given up its seat, it
-    # waits for the next free one.
+    # A stream of the flood waits for one short step at most between two of its own.
     longest = max(seconds for seconds, _, _ in beside.steps)
     assert max(beside.gaps["flood"]) <= 2 * longest
-    assert max(beside.gaps_of_preempted, default=0) <= 5 * longest
 
 
 def test_a_light_tenants_prompt_does_not_wait_behind_prompts_without_room() -> None:

@@ -179,7 +179,7 @@ def test_prompts_of_light_tenants_have_a_budget_of_their_own() -> None:
     budget = pacer.budget(8, 500, 1.0, 0.25)
     assert budget.most == pytest.approx(125, abs=3)
     assert budget.paced == pacer.paced_tokens(8, 500) < 20
-    assert budget.room(is_light=True) > budget.room(is_light=False)
+    assert budget.room(is_light=True, joins=False) > budget.room(is_light=False, joins=False)
     # Patience makes chunks larger, but not beyond the target.
     assert pacer.budget(8, 500, 3.0, 0.25).paced == budget.most - 8
     assert pacer.budget(8, 500, 3.0, None).paced == 500
