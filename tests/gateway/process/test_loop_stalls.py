@@ -102,29 +102,30 @@ def test_a_wait_for_a_cpu_is_named():
     stalls: list[Stall] = []
 
     async def watch() -> None:
-        deadline = time.monotonic() + 60
         lag = LoopLag(stalls.append)
         lag.explain_from_now()
         async with running(lag.watch()):
-            while time.monotonic() < deadline and not any(cause(each) == "waiting_for_cpu" for each in stalls):
-                # Something to compute, for which it needs a CPU.
-                sum(range(100_000))
-                await asyncio.sleep(0.001)
+            # Only now: beside the busy process, the loop's own start and end would take seconds.
+            process = subprocess.Popen([sys.executable, "-c", busy])
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            deadline = time.monotonic() + 60
+            try:
+                while time.monotonic() < deadline and not any(cause(each) == "waiting_for_cpu" for each in stalls):
+                    # Something to compute, for which it needs a CPU.
+                    sum(range(100_000))
+                    await asyncio.sleep(0.001)
+            finally:
+                process.kill()
+                process.wait()
 
     def starve() -> None:
         os.sched_setaffinity(0, {core})
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         asyncio.run(watch())
 
-    process = subprocess.Popen([sys.executable, "-c", busy])
-    try:
-        # The priority is that of a thread of its own, which no other inherits.
-        thread = threading.Thread(target=starve)
-        thread.start()
-        thread.join()
-    finally:
-        process.kill()
-        process.wait()
+    # The priority is that of a thread of its own, which no other inherits.
+    thread = threading.Thread(target=starve)
+    thread.start()
+    thread.join()
     assert [each for each in stalls if each.waiting > each.held / 2], stalls
 
 
