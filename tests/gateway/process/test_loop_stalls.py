@@ -98,15 +98,18 @@ async def test_a_wait_for_the_interpreter_lock_holds_the_watchdog_too():
 def test_a_wait_for_a_cpu_is_named():
     """The loop's thread gives way to a busy process on its only core."""
     core = min(os.sched_getaffinity(0))
-    busy = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     stalls: list[Stall] = []
+
+    def start_busy() -> subprocess.Popen[bytes]:
+        script = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+        return subprocess.Popen([sys.executable, "-c", script])
 
     async def watch() -> None:
         lag = LoopLag(stalls.append)
         lag.explain_from_now()
         async with running(lag.watch()):
             # Only now: beside the busy process, the loop's own start and end would take seconds.
-            process = subprocess.Popen([sys.executable, "-c", busy])
+            process = start_busy()
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             deadline = time.monotonic() + 60
             try:
