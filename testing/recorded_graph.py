@@ -60,7 +60,16 @@ def _names_host(*targets: Any) -> bool:
     return any(isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu" for target in targets)
 
 
-class _Watching(TorchDispatchMode):
+class UncompiledMode(TorchDispatchMode):
+    """Mode whose first operation does not import the compiler of torch, which takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap `__torch_dispatch__` so that the compiler, which nothing here uses, leaves it out.
+        return False
+
+
+class _Watching(UncompiledMode):
     """Mode in whose context no method reads a tensor's value, except while the mode is disabled."""
 
     def __enter__(self) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from adapters.manifest import BaseShape
@@ -28,7 +28,7 @@ from kernels.gpu.ops import TritonOps
 from kernels.ops import Ops
 from kernels.platform import platform_of
 from testing.engine import outputs_until_idle
-from testing.recorded_graph import NothingWaits, RecordingPlatform
+from testing.recorded_graph import NothingWaits, RecordingPlatform, UncompiledMode
 from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 
@@ -357,7 +357,7 @@ def test_graphs_keep_no_logits(make_engine: Make, monkeypatch: pytest.MonkeyPatc
     """No operation inside of a graph makes a tensor with a column for each token of the vocabulary."""
     shapes: list[tuple[int, ...]] = []
 
-    class Keep(TorchDispatchMode):
+    class Keep(UncompiledMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **kwargs or {})
             shapes.extend(tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))

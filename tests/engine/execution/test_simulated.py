@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -15,6 +14,7 @@ from engine.scheduling.request import NewRequest, SamplingParams
 from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import Client, RunningServer, outputs_until_idle
+from testing.recorded_graph import UncompiledMode
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 from testing.virtual_engine import VirtualClock
 from wire.errors import ConfigError
@@ -137,7 +137,7 @@ def test_a_step_copies_a_few_numbers_and_waits_for_nothing(make_engine: Make, cl
     engine, _ = make_engine()
     operations: Counter[str] = Counter()
 
-    class Count(TorchDispatchMode):
+    class Count(UncompiledMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             operations[str(func)] += 1
             return func(*args, **kwargs or {})
