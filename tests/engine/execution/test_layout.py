@@ -120,7 +120,7 @@ def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.M
     list(outputs_until_idle(engine))
     for i in range(4):
         prompt = [3 + i] * (20 + i)
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[i % 2]))
     while checked.counts["kept"] < 5:
         engine.step()

@@ -149,7 +149,7 @@ async def test_lists_are_the_same_from_the_sums_for_charts(database: Database):
             tenant=owner.name,
             model=f"m{i % 3}",
             adapter_digest="d",
-            created_at=now - 40 * DAY * chance.random(),
+            created_at=month - 40 * DAY * chance.random() if i % 2 else month + (now - month) * chance.random(),
             cost=chance.randrange(100),
         )
         for i, owner in enumerate(chance.choices(made[:5], weights=range(1, 6), k=200))
