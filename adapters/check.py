@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -111,6 +112,7 @@ def _refusal(code: str, field: str, message: str) -> dict[str, Any]:
 def _check(job: dict[str, Any]) -> tuple[AdapterCheckpoint, str]:
     """Return the adapter and the name of its base model."""
     folder, archive = Path(job["folder"]), Path(job["folder"]) / ARCHIVE
+    _remove_leftovers(folder, archive)
     if archive.exists():
         unpack(archive, folder, job["max_bytes"])
         archive.unlink()
@@ -121,6 +123,15 @@ def _check(job: dict[str, Any]) -> tuple[AdapterCheckpoint, str]:
     base = choose_base(checkpoint, trained_on, bases, job["closed"])
     checkpoint.check_served(job["bases"][base]["max_rank"], job["bases"][base]["max_adapter_bytes"])
     return checkpoint, base
+
+
+def _remove_leftovers(folder: Path, archive: Path) -> None:
+    """Remove what a check of the same upload has left that was killed. The archive is removed once it is unpacked."""
+    shutil.rmtree(folder / PREPARED, ignore_errors=True)
+    if archive.exists():
+        for entry in folder.iterdir():
+            if entry != archive:
+                entry.unlink()
 
 
 def _shape(fields: dict[str, Any]) -> BaseShape:

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,19 @@ from gateway.sharing.concurrency import ConcurrencyLimiter
 log = logging.getLogger(__name__)
 
 ROOT = Path(adapters.__file__).parent.parent
-# Concurrent checks: for tenants, for tenants whose checks used much CPU time recently, and for the operator.
-TENANTS_CHECKS, BUSY_CHECKS, OPERATORS_CHECKS = 2, 1, 1
+# Concurrent checks: quick ones of tenants, long ones and those of busy tenants, and the operator's.
+QUICK_CHECKS, LONG_CHECKS, OPERATORS_CHECKS = 2, 1, 1
+# A quick check that takes longer by the clock is killed, and begins again as a long one, so that another tenant's small
+# upload does not wait for it. A larger upload is long from the start. An archive of a few MiB may become 2 GiB.
+QUICK_SECONDS, QUICK_BYTES = 2.0, 256 << 20
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
 # Wall-clock limit as a factor of the CPU limit: at a low priority a check may get a small share of a core.
 CLOCK_FACTOR = 6
-# A tenant is busy if its checks used more CPU time than this recently, with this half-life. The checks of all busy
-# tenants run one at a time, so that the engine's steps and other tenants' uploads hardly wait for them. An ordinary
-# check takes 0.01 s, so busy tenants send expensive uploads.
+# A tenant is busy if its checks used more CPU time than this recently, with this half-life. Long checks and those of
+# busy tenants run one at a time, so that the engine's steps and other tenants' uploads hardly wait for them. An
+# ordinary check takes 0.01 s, so busy tenants send expensive uploads.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
 # Limit of the CPU time that the checks of a tenant's refused uploads have used recently. An ordinary refusal takes
 # 0.003 s, the most expensive one 1 to 2 s, and a tenant's checks run one after the other: without the limit, the fifth
@@ -75,6 +80,10 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     closed: Sequence[str] = ()
 
 
+class _TakesLong(Exception):
+    """A quick check was killed because it took too long."""
+
+
 class Checker:
     """Runner of checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
@@ -82,7 +91,7 @@ class Checker:
         """engine_limits: returns the limits of a base model's engines, by its id."""
         self._max_bytes = max_bytes
         self._engine_limits = engine_limits
-        self._limiter, self._busy = ConcurrencyLimiter(TENANTS_CHECKS), ConcurrencyLimiter(BUSY_CHECKS)
+        self._quick, self._long = ConcurrencyLimiter(QUICK_CHECKS), ConcurrencyLimiter(LONG_CHECKS)
         self._operators = ConcurrencyLimiter(OPERATORS_CHECKS)
         # CPU time of all checks, and of those whose upload was refused.
         self._used, self._refused = DecayingSums(HALF_LIFE_S), DecayingSums(HALF_LIFE_S)
@@ -97,16 +106,27 @@ class Checker:
 
         Raises TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time.
         """
-        self.check_refused(owner)
-        limiter = self._limiter
+        num_bytes = sum(entry.stat().st_size for entry in os.scandir(place.folder))
+        run = partial(self._run, place.folder, owner, candidates, num_bytes)
         if owner == OPERATOR:
-            limiter = self._operators
-        elif self._used.of(owner) > BUSY_SECONDS:
-            limiter = self._busy
+            return await self._check_in(self._operators, owner, place, run)
+        if num_bytes <= QUICK_BYTES and self._used.of(owner) <= BUSY_SECONDS:
+            with suppress(_TakesLong):
+                return await self._check_in(self._quick, owner, place, partial(run, QUICK_SECONDS))
+        return await self._check_in(self._long, owner, place, run)
+
+    async def _check_in(
+        self,
+        limiter: ConcurrencyLimiter,
+        owner: str,
+        place: Workplace,
+        run: Callable[[], Coroutine[Any, Any, Checked]],
+    ) -> Checked:
+        self.check_refused(owner)
         async with limiter.place(owner):
             # Other uploads may have been refused while this one waited.
             self.check_refused(owner)
-            return await place.run(self._run(place.folder, owner, candidates))
+            return await place.run(run())
 
     def check_refused(self, owner: str) -> None:
         """Raise TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time."""
@@ -114,9 +134,11 @@ class Checker:
         if used >= REFUSED_SECONDS and owner != OPERATOR:
             raise TooManyRefusedUploads(max(1, math.ceil(HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
 
-    async def _run(self, folder: Path, owner: str, candidates: Candidates) -> Checked:
-        received = sum(entry.stat().st_size for entry in os.scandir(folder))
-        cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
+    async def _run(
+        self, folder: Path, owner: str, candidates: Candidates, num_bytes: int, quick_seconds: float = math.inf
+    ) -> Checked:
+        """Run a check in a child process. num_bytes: size of the upload. Raises _TakesLong after `quick_seconds`."""
+        cpu_seconds = CPU_SECONDS + num_bytes // CPU_BYTES_PER_SECOND
         seconds = CLOCK_FACTOR * cpu_seconds
         job = {
             "folder": str(folder),
@@ -130,7 +152,10 @@ class Checker:
         }
         began, cpu_used, failure, is_refused = time.monotonic(), None, None, True
         try:
-            code, out = await self._client.run(json.dumps(job).encode(), seconds)
+            code, out = await self._client.run(json.dumps(job).encode(), min(seconds, quick_seconds))
+            if code == -signal.SIGALRM and quick_seconds < seconds:
+                is_refused = False
+                raise _TakesLong
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)
             failure = None if code == 0 else _failed(code, out)

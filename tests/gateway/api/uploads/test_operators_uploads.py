@@ -7,7 +7,7 @@ import pytest
 
 from adapters.spool import Spool
 from gateway.api.uploads.blocking_calls import MAX_PER_TENANT, THREADS
-from gateway.api.uploads.checking import TENANTS_CHECKS, CheckClient
+from gateway.api.uploads.checking import QUICK_CHECKS, CheckClient
 from testing.gateway.running import Gateway, until
 from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.api.uploads.test_resumable import ARCHIVE, begin, put
@@ -20,13 +20,13 @@ async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkey
 
     async def hold(self: CheckClient, job: bytes, seconds: float) -> tuple[int, bytes]:
         nonlocal held
-        if held < TENANTS_CHECKS:
+        if held < QUICK_CHECKS:
             held += 1
             await goes_on.wait()
         return await run(self, job, seconds)
 
     async def all_places_are_held() -> bool:
-        return held == TENANTS_CHECKS
+        return held == QUICK_CHECKS
 
     monkeypatch.setattr(CheckClient, "run", hold)
     tenants = [await gateway.tenant(name) for name in ("acme", "globex", "initech")]

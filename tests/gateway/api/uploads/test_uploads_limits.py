@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import os
+import signal
 import struct
 import zlib
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adapters.check import ARCHIVE
-from gateway.api.uploads.checking import CheckClient
+from gateway.api.uploads.checking import QUICK_SECONDS, CheckClient
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
 from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files, push, tarred
@@ -160,3 +161,43 @@ async def test_checks_of_busy_tenants_run_one_at_a_time(gateway: Gateway, monkey
     assert third.status == 201, third.body
     assert sum(upload.done() for upload in uploads) < 2
     assert [(await upload).status for upload in uploads] == [400, 400]
+
+
+async def test_long_checks_of_two_tenants_leave_places_to_a_quick_one(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.api.uploads.checking.QUICK_SECONDS", 0.5)
+    async with start(max_upload_bytes=16 << 30) as gateway:
+        heavy = [await gateway.tenant(name, max_adapter_bytes=None) for name in ("acme", "other")]
+        uploads = [asyncio.create_task(push(tenant, "long", {"file": eight_gib_of_zeros()})) for tenant in heavy]
+        while len(children()) < 2:  # noqa: ASYNC110 - processes send no event
+            await asyncio.sleep(0.01)
+        third = await push(await gateway.tenant("third"), "mine", files())
+        assert third.status == 201, third.body
+        assert not any(upload.done() for upload in uploads)
+        for upload in uploads:
+            upload.cancel()
+        await asyncio.gather(*uploads, return_exceptions=True)
+
+
+@pytest.mark.parametrize("archived", [False, True])
+async def test_a_quick_check_that_is_killed_begins_again_as_a_long_one(
+    archived: bool, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    run = CheckClient.run
+
+    async def late(self: CheckClient, job: bytes, seconds: float) -> tuple[int, bytes]:
+        done = await run(self, job, seconds)
+        if seconds > QUICK_SECONDS:
+            return done
+        # The files are unpacked and written when it is killed, and the archive may be there too.
+        if archived:
+            leave_archive(json.loads(job)["folder"])
+        return -signal.SIGALRM, b""
+
+    def leave_archive(folder: str) -> None:
+        Path(folder, ARCHIVE).write_bytes(archive)
+
+    archive = gzip.compress(tarred(files()))
+    monkeypatch.setattr(CheckClient, "run", late)
+    acme = await gateway.tenant("acme")
+    got = await push(acme, "mine", {"file": archive} if archived else files())
+    assert got.status == 201, got.body
