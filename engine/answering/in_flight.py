@@ -19,6 +19,9 @@ from wire.shared_capacity import SharedCapacity
 
 logger = logging.getLogger(__name__)
 
+# Divisor for the part of all places that a tenant's further sequences leave free, for the first ones of other tenants.
+FIRST_PLACES = 32
+
 
 class InFlight:
     """Sequences in a core. Call every method on the event loop."""
@@ -60,8 +63,8 @@ class InFlight:
     def max_requests(self, tenant_id: str) -> int:
         """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
 
-        A tenant with more than one sequence also leaves as many places free as it holds (`_check_room`). Callers
-        without a tenant do not come from a gateway and may use all places.
+        A tenant with more than one sequence also leaves as many places free as it holds, and some for the first
+        sequences of others (`_check_room`). Callers without a tenant do not come from a gateway and may use all places.
         """
         return self._places.share if tenant_id else self._places.total
 
@@ -105,10 +108,12 @@ class InFlight:
             message = f"{placed} of {total} places are in use, and the request needs {count}."
             raise QueueFull(message, retry_after=1)
         # A tenant's only sequence may take the last place.
-        if tenant_id and not self._places.has_room(tenant_id, count, leaves_room=own + count > 1):
+        is_only = own + count == 1
+        leaves_first_places = is_only or placed + count <= total - total // FIRST_PLACES
+        if tenant_id and not (leaves_first_places and self._places.has_room(tenant_id, count, leaves_room=not is_only)):
             message = (
-                f"{own} of your requests are in flight here already; {count} more would leave fewer places to other "
-                "tenants than you use."
+                f"{own} of your requests are in flight here already; {count} more would leave too few places to other "
+                "tenants."
             )
             raise TenantQueueFull(message, retry_after=1)
 

@@ -141,6 +141,16 @@ async def test_tenants_that_act_together_leave_places_to_another_one(colluding: 
     assert places.fill("honest") == rest
 
 
+async def test_a_few_dozen_tenants_that_act_together_leave_a_place_for_the_first_sequence_of_another_one() -> None:
+    """Twelve took every place, and kept them: a place that became free was taken by one of them at once."""
+    places = Places()
+    colluding = [f"colluding-{number}" for number in range(24)]
+    for tenant_id in colluding:
+        places.fill(tenant_id)
+    assert not any(places.take(tenant_id) for tenant_id in colluding)
+    assert places.fill("honest") == 1
+
+
 async def test_tenants_that_fill_the_places_at_the_same_time_leave_as_many_to_another_one() -> None:
     places = Places()
     held = Counter(dict.fromkeys("abc", 0))
