@@ -4,14 +4,20 @@ A receipt is `sha256:<digest>`, `base`, or `mixed` if the steps read more than o
 release send none.
 """
 
+import re
+
 from wire.digests import bare_digest, digest_name
 
-BASE = "base"
+BASE, MIXED, OTHER = "base", "mixed", "other"
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def served_digest(receipt: str) -> str:
-    """Return a receipt in the ledger's form: a digest without its prefix, `base` or `mixed`."""
-    return bare_digest(receipt)[:64]
+    """Return a receipt in the ledger's form: a digest without its prefix, `base`, `mixed`, or `other` for any text that
+    is no receipt: PostgreSQL refuses some, such as a NUL.
+    """
+    served = bare_digest(receipt)
+    return served if served in (BASE, MIXED) or _DIGEST.fullmatch(served) else OTHER
 
 
 def as_receipt(served: str) -> str:

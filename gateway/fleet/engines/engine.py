@@ -15,6 +15,7 @@ from gateway.fleet.engines.health import Condition, Health
 from gateway.fleet.engines.own_requests import InFlight, OwnRequests, Prefetched
 from gateway.fleet.engines.traits import LORAPLEX, Traits
 from gateway.records.bases.base import FIRST, Binding, EngineSoftware
+from gateway.usage_row import printable
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantFairShare
 
@@ -218,12 +219,12 @@ class EngineRecord:
 
     @property
     def software(self) -> EngineSoftware:
-        """Return the software whose change may change answers."""
+        """Return the software whose change may change answers, in a form that the database takes."""
         state = self.state
         return EngineSoftware(
             kind=self.address.traits.name,
-            version=(state.version or "")[:MAX_VERSION_CHARS],
-            base_digest=(state.base_digest or "")[:MAX_VERSION_CHARS],
+            version=printable(state.version or "", MAX_VERSION_CHARS),
+            base_digest=printable(state.base_digest or "", MAX_VERSION_CHARS),
         )
 
     def serves(self, binding: Binding) -> bool:

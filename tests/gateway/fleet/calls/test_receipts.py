@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from gateway.fleet.calls.receipts import OTHER as NO_RECEIPT
+from gateway.fleet.calls.receipts import served_digest
 from gateway.records.sql.database import Database
 from gateway.records.usage.report import UsageReport
 from testing.gateway.running import Gateway, until
@@ -40,6 +42,12 @@ async def test_the_receipt_is_handed_on_and_kept(
     got = await acme.complete(stream=stream)
     assert (got.status, got.headers.get(HEADER)) == (200, served)
     assert (await row_of(gateway, tmp_path, got.headers["x-request-id"])).served_digest == served
+
+
+@pytest.mark.parametrize("receipt", ["", "sha256:", "\0", "sha256:" + "\0" * 64, "0" * 65, "G" * 64, "x" * 10_000])
+def test_a_text_that_is_no_receipt_is_kept_as_other(receipt: str):
+    """PostgreSQL refuses a NUL, so the usage rows of the same batch were written again and again."""
+    assert served_digest(receipt) == NO_RECEIPT
 
 
 @pytest.mark.parametrize("how", ["whole", "stream", "mixed"])

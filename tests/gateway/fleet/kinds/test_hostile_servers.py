@@ -9,7 +9,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from gateway.fleet.discovery.addresses import parse_address
-from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import BodyTooLarge, ErrorDetail, read_detail, retry_after
 from gateway.fleet.kinds.vllm import Vllm
 from testing.gateway.kinds import kinds_of
@@ -40,6 +40,12 @@ async def test_an_answer_without_an_end_is_not_read(tmp_path: Path):
             await kind.tokenize(engine, BASE_MODEL, {"prompt": "a"}, 1000, principal().tenant)
         with pytest.raises(BodyTooLarge):
             await kind.adapters._post(engine, Vllm.adapter_api.load, {})
+
+
+def test_a_release_is_kept_on_record_without_a_nul():
+    """PostgreSQL refuses it, so no check of golden answers was recorded."""
+    engine = EngineRecord(parse_address("vllm+http://127.0.0.1:1"), state=EngineState(version="1.0\0" + "x" * 100))
+    assert engine.software.version == "1.0\ufffd" + "x" * 60
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "86400000", "soon", "-1", "²"])
