@@ -18,7 +18,7 @@ from gateway.records.bases.base import EngineSoftware
 from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant
 from wire.errors import BadRequest as ProtocolError
-from wire.text.tokenizer import ChatTemplateError
+from wire.text.tokenizer import ChatTemplateError, TextTooLong
 
 log = logging.getLogger(__name__)
 
@@ -98,9 +98,14 @@ class GoldenChecks:
         return found, check
 
     async def _compare(self, tenant: Tenant, base_id: str, prompt: int, golden: str, text: str) -> Difference:
-        """Return the difference of two texts, in tokens of the base model's tokenizer."""
+        """Return the difference of two texts, in tokens of the base model's tokenizer; without a position if engines
+        count the tokens and their answers cannot be used.
+        """
         base = self._bases.of_model(base_id)
-        old, new = [await self._tokenizers.encode(base, each, tenant) for each in (golden, text)]
+        try:
+            old, new = [await self._tokenizers.encode(base, each, tenant) for each in (golden, text)]
+        except TextTooLong:
+            return Difference(prompt=prompt, text=text)
         position = num_equal(old, new)
         return Difference(prompt=prompt, position=position, agreement=position / max(len(old), len(new), 1), text=text)
 

@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.calls.answers import REFUSED, Incoming
+from gateway.fleet.calls.answers import REFUSED, Incoming, read_error
 from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import Traits
@@ -114,14 +114,15 @@ class EngineKind(ABC):
         name, for an engine that has not reported its own. most: largest size of the answer in bytes. tenant: whose text
         it is.
 
-        Raises BodyTooLarge, ClientError, OSError, TimeoutError.
+        Raises BodyTooLarge for an answer of status 200, UpstreamFailed, ClientError, OSError, TimeoutError.
         """
         headers = {"Content-Type": "application/json", **self.headers(engine), **self.tenant_headers(tenant)}
         data = msgspec.json.encode({"model": engine.state.model or model, **body})
         async with self._session.post(
             f"{engine.url}/tokenize", data=data, headers=headers, timeout=TOKENIZE_TIMEOUT, allow_redirects=False
         ) as response:
-            return response.status, await read_body(response, most)
+            answer = await (read_body(response, most) if response.status == 200 else read_error(response))
+            return response.status, answer
 
     async def probe(
         self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Callable[[], None]

@@ -6,14 +6,20 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from gateway.api.inference.admission import ADMISSIONS_EACH
 from gateway.api.requests import memory
-from gateway.fleet import tokenizers
+from gateway.errors import NoEngine, UpstreamFailed
+from gateway.fleet import engine_tokenizer, tokenizers
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.engine_tokenizer import EngineTokenizer
+from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.kinds.kind import BodyTooLarge
 from gateway.fleet.tokenizers import MAX_COUNTED, Tokenizers
 from gateway.settings import SettingsError
 from testing.gateway.bases import one_base
@@ -24,7 +30,7 @@ from testing.gateway.sglang_double import SglangDouble
 from testing.gateway.upstream import Upstream
 from testing.gateway.vllm_double import VllmDouble
 from wire.headers import INTERNAL_TOKEN_HEADER, TENANT_HEADER, WEIGHT_HEADER
-from wire.text.tokenizer import Tokenizer
+from wire.text.tokenizer import TextTooLong, Tokenizer
 
 
 @asynccontextmanager
@@ -108,6 +114,64 @@ async def test_an_engines_count_of_far_too_many_tokens_is_not_read(
         for got in (await acme.complete(model="beta", max_tokens=1), await acme.chat(model="beta", max_tokens=1)):
             assert (got.status, got.error["code"]) == (400, "context_length_exceeded")
             assert "has more than 256 tokens" in got.error["message"]
+
+
+Answer = tuple[int, bytes] | Exception
+LONG = BodyTooLarge("more than the context")
+TOO_MANY = (200, msgspec.json.encode({"tokens": [1] * 5000}))
+FINE = (200, b'{"tokens": [1, 2, 3]}')
+TEXTS = {"short": "Hi", "long": "a" * 10_000}
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "expected"),
+    [
+        ("long", [LONG, LONG, FINE], TextTooLong),
+        ("long", [LONG, FINE], [1, 2, 3]),
+        ("long", [LONG], TextTooLong),
+        ("long", [LONG, (500, b"")], TextTooLong),
+        # A text with fewer bytes cannot be too long.
+        ("short", [LONG, LONG, FINE], [1, 2, 3]),
+        ("short", [LONG, LONG], NoEngine),
+        ("short", [TOO_MANY, FINE], [1, 2, 3]),
+        ("long", [TOO_MANY], [1] * 5000),
+        ("short", [(500, b""), (200, b"[" * 10_000), (200, b"\xff"), UpstreamFailed("cut off"), FINE], [1, 2, 3]),
+    ],
+)
+async def test_one_engines_impossible_answer_refuses_no_prompt(
+    text: str, answers: list[Answer], expected: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_tokenizer, "TEMPLATE_TOKENS", 100)
+    left, base = list(answers), one_base("beta", context_length=4096)
+
+    async def tokenize(*_: Any) -> tuple[int, bytes]:
+        answer = left.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def absence(_base: str, otherwise: NoEngine) -> NoEngine:
+        return otherwise
+
+    engines = [EngineRecord(parse_address(f"vllm+http://{i}"), base=base.id) for i in range(len(answers))]
+    registry, kinds = SimpleNamespace(up=engines, absence=absence), {"vllm": SimpleNamespace(tokenize=tokenize)}
+    tokens = EngineTokenizer(cast(Any, registry), cast(Any, kinds)).tokens
+    body, tenant = {"prompt": TEXTS[text], "add_special_tokens": True}, principal().tenant
+    if isinstance(expected, list):
+        assert await tokens(base, body, tenant) == expected
+    else:
+        with pytest.raises(expected):
+            await tokens(base, body, tenant)
+
+
+async def test_a_long_refusal_of_a_prompt_is_no_long_prompt(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    vllm = VllmDouble(api_key="", base_model="beta")
+    vllm.refuse_tokenize = "a" * 2**21
+    async with counting(vllm, "vllm+", tmp_path, model_dir, redis_url, migrated) as acme:
+        got = await acme.complete(model="beta", prompt="a" * 1000, max_tokens=1)
+        assert (got.status, got.error["code"]) == (400, None)
 
 
 async def test_a_tenants_prompts_are_counted_by_engines_at_the_same_time(

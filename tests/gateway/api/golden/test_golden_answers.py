@@ -1,26 +1,32 @@
 """Golden answers of versions: routes, bounds, payers, and background checks after an engine's upgrade."""
 
 import asyncio
+import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import pytest
 from click.testing import CliRunner
 
 from gateway.api.golden import upgrades
-from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
+from gateway.api.golden.checking import DIED, NOT_ASKED, GoldenChecks, num_equal
 from gateway.fleet.engines.engine import Address, Condition, EngineRecord, Health
 from gateway.records.adapters import golden
+from gateway.records.adapters.golden import Difference
 from gateway.redis.client import connect
 from gateway.redis.keys import GOLDEN_KEY, golden_rest_key
 from gateway.redis.sweeps import is_first
 from loraplex.cli import main
 from testing.adapter_files import upload_form
+from testing.gateway.principals import principal
 from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
+from wire.text.tokenizer import TextTooLong
 
 PATH = "/v1/adapters/pirate/versions/1/golden"
 ADMIN_PATH = "/admin/api/tenants/acme/adapters/pirate/versions/1/golden"
@@ -324,6 +330,18 @@ async def test_answers_that_cannot_be_compared_are_not_recorded(
             mismatched = await gateway.admin.post(ADMIN_PATH + "/check", params=only)
             assert (mismatched.status, mismatched.error["code"]) == (500, "adapter_mismatch")
             assert (await acme.get(PATH)).json["checks"] == checks
+
+
+async def test_a_difference_whose_tokens_no_engine_counts_is_recorded_without_its_position():
+    """The version's check failed each time, and was repeated for ever."""
+
+    async def encode(*_: Any) -> list[int]:
+        raise TextTooLong(64)
+
+    parts = {name: NonCallableMock() for name in inspect.signature(GoldenChecks).parameters}
+    checks = GoldenChecks(**parts | {"tokenizers": SimpleNamespace(encode=encode)})
+    difference = await checks._compare(principal().tenant, "base", 1, "golden", "new")
+    assert difference == Difference(prompt=1, text="new")
 
 
 def test_a_background_check_needs_an_engine_that_uses_less_than_half_of_its_places():
