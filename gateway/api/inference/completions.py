@@ -37,7 +37,7 @@ from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Dispatcher
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request
-from wire.headers import RECEIPT_HEADER
+from wire.headers import MAX_TOKENS_HEADER, RECEIPT_HEADER
 from wire.telemetry.spans import NO_SPAN, SPAN
 
 STREAM_HEADERS = {
@@ -155,18 +155,18 @@ class Completions:
         )
         answering.end()
         account.observe_answer(answer)
+        headers = _headers(account)
         if account.is_beyond_hold:
             assert account.hold is not None
-            refused = account.hold.refused()
-            if account.principal.tenant.on_token_limit != "shorten":
-                raise refused
-            self._limited(account, refused)
+            # The tokens are charged, so every client gets them, also of a tenant whose requests are refused.
+            self._limited(account, account.hold.refused())
+            headers = {**headers, MAX_TOKENS_HEADER: str(account.completion_tokens // account.choices)}
         drop_internal(answer)
         answer.update(head_of(account))
         await self._accounting.close_ahead(account)
         show_billed(answer, account)
         body = delivery.whole(object_parts(answer))
-        return web.Response(body=body, content_type="application/json", headers=_headers(account))
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _relay_stream(
         self,
