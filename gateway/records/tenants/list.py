@@ -36,7 +36,6 @@ CursorSort = Literal["name", "spend", "requests", "created"]
 # The values of the other orders change with time, so their pages have offsets and no cursors.
 Sort = CursorSort | Literal["plan", "forecast", "last_used_at"]
 SORTS = get_args(CursorSort)
-HOUR = timedelta(hours=1)
 # Place of tenants that were never used in the order of the last use.
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -234,9 +233,7 @@ def _forecast(sums: Subquery, now: datetime, dialect: str) -> ColumnElement[Any]
     left = ((month + 32 * DAY).replace(day=1) - now) / DAY
     days = _days_before(today, dialect)
     whole = case((days > FORECAST_DAYS, float(FORECAST_DAYS)), else_=days)
-    first = _days_before(now, dialect)
-    hour = HOUR / DAY
-    rate = case((days >= 1, sums.c.recent / whole), else_=sums.c.today / case((first < hour, hour), else_=first))
+    rate = case((days >= 1, sums.c.recent / whole), else_=sums.c.today)
     return sums.c.spend + rate * left
 
 
@@ -270,8 +267,9 @@ def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -
     month, recent, today = periods(now)
     following = (month + 32 * DAY).replace(day=1)
     age = today - max(recent, tenant.created_at)
-    # On a tenant's first day there is no whole day to average over.
-    rate = sums.recent / (age / DAY) if age >= DAY else sums.today / (max(HOUR, now - tenant.created_at) / DAY)
+    # Without a whole day to average over, each coming day costs as much as today so far: a rate by the hours of a first
+    # day would multiply its first requests by hundreds.
+    rate = sums.recent / (age / DAY) if age >= DAY else sums.today
     forecast = sums.spend + rate * ((following - now) / DAY)
     return TenantMonth(
         requests=sums.requests,

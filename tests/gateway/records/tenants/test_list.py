@@ -131,6 +131,18 @@ async def test_the_forecast_goes_on_as_the_last_days(database: Database):
     assert month.forecast == month.spend + round(9.5 * 70)
 
 
+async def test_the_forecast_of_a_first_day_is_todays_spend_for_each_day(database: Database):
+    """Half an hour after midnight it was 744 times the spend."""
+    tenants, lists, now = Tenants(database), TenantLists(database), datetime(2026, 12, 1, 0, 30, tzinfo=UTC)
+    acme = await tenants.create("acme", {}, "op")
+    async with database.write() as connection:
+        await connection.execute(update(table).values(created_at=now - timedelta(minutes=30)))
+    acme = await tenants.get("acme")
+    await spend(database, acme.id, now - timedelta(minutes=5), 100)
+    month = (await lists.months([acme], now))[acme.id]
+    assert month.forecast == 100 + round(100 * (31 - 0.5 / 24))
+
+
 async def test_lists_are_the_same_from_the_sums_for_charts(database: Database):
     """The sums for charts are missing after an update until they are rebuilt; the sums by key are read instead."""
     tenants, now = Tenants(database), datetime.now(UTC)
