@@ -37,6 +37,31 @@ DRAW = """async chart => {
     return window.drawnTexts;
 }"""
 
+# Fills the tiles of times with long values. Returns the texts of tiles that leave their tile or overlap another text, and
+# the number of values.
+TILE_FAULTS = """() => {
+    const values = [...document.querySelectorAll(".times .tile-value")], faults = [];
+    for (const each of values) each.firstChild.textContent = "888 ms ";
+    for (const tile of document.querySelectorAll(".tile")) {
+        const frame = tile.getBoundingClientRect(), seen = [];
+        const walker = document.createTreeWalker(tile, NodeFilter.SHOW_TEXT);
+        while (walker.nextNode()) {
+            const text = walker.currentNode.textContent.trim();
+            if (!text || walker.currentNode.parentElement.closest(".sr, svg")) continue;
+            const range = document.createRange();
+            range.selectNodeContents(walker.currentNode);
+            for (const box of range.getClientRects()) {
+                const isOver = other =>
+                    box.left < other.right - 1 && other.left < box.right - 1 &&
+                    box.top < other.bottom - 6 && other.top < box.bottom - 6;
+                if (box.right > frame.right || box.bottom > frame.bottom || seen.some(isOver)) faults.push(text);
+                seen.push(box);
+            }
+        }
+    }
+    return [faults, values.length];
+}"""
+
 
 async def test_events_fill_a_narrow_window_with_low_rows(gateway, browser, tmp_path):
     for name in ("pager", "billing", "on-call"):
@@ -92,3 +117,16 @@ async def test_the_last_label_of_a_charts_time_axis_is_not_cut_off(gateway, upst
             assert last in {each["text"] for each in texts}
             assert [each for each in texts if each["right"] > each["room"]] == []
         assert not operator.problems
+
+
+async def test_texts_of_tiles_lie_apart_and_within_their_tile(gateway, browser):
+    """Percentiles of three digits lay over each other's names, and the last one left its tile."""
+    await (await gateway.tenant("acme")).chat(stream=True, max_tokens=4)
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/")
+        for width in (1400, 1280, 1000, 768, 390):
+            await operator.page.set_viewport_size({"width": width, "height": 900})
+            faults, count = await operator.page.evaluate(TILE_FAULTS)
+            assert count >= 6
+            assert not faults, width
