@@ -37,8 +37,8 @@ DRAW = """async chart => {
     return window.drawnTexts;
 }"""
 
-# Fills the tiles of times with long values. Returns the texts of tiles that leave their tile or overlap another text, and
-# the number of values.
+# Fills the tiles of times with long values. Returns the texts of tiles that leave their tile or overlap another text,
+# and the number of values.
 TILE_FAULTS = """() => {
     const values = [...document.querySelectorAll(".times .tile-value")], faults = [];
     for (const each of values) each.firstChild.textContent = "888 ms ";
