@@ -42,11 +42,15 @@ AT_ONCE = 1000
 
 
 class Copied(NamedTuple):
-    """Size of a backup. missing: digests whose files were asked for and are not in the store."""
+    """Size of a backup. missing: digests whose files were asked for and are not in the store.
+
+    peppers: fingerprints that the header has.
+    """
 
     rows: int
     adapters: int
     missing: list[str]
+    peppers: tuple[str, ...]
 
 
 def table_names(revision: str) -> list[str]:
@@ -82,17 +86,19 @@ def check_revision(revision: str | None, subject: str) -> str:
 async def write_backup(
     path: Path, database: Database, store: AdapterStore, peppers: tuple[str, ...], *, with_adapters: bool
 ) -> Copied:
-    """Write a backup to a new file. peppers: fingerprints of the keys' peppers.
+    """Write a backup to a new file. peppers: fingerprints of the keys' peppers; empty: those that valid keys have.
 
     Raises BackupError, OSError of the store, and SQLAlchemy's errors.
     """
     revision = check_revision(await database.revision(), "the database")
     with new_backup(path) as writer:
-        header = Header(format=FORMAT, schema=revision, created_at=datetime.now(UTC), peppers=peppers)
-        writer.add(HEADER, msgspec.json.encode(header))
         async with database.snapshot() as connection:
             names = [name for name in table_names(revision) if name not in LEFT_OUT]
             tables = await reflected(connection, names)
+            now = datetime.now(UTC)
+            peppers = peppers or await _peppers(connection, tables, now)
+            header = Header(format=FORMAT, schema=revision, created_at=now, peppers=peppers)
+            writer.add(HEADER, msgspec.json.encode(header))
             rows = sum([await _write_table(writer, connection, table) for table in tables])
             used = await used_digests(connection)
         # The store is listed after the rows are read, so it has every adapter that they name.
@@ -103,7 +109,17 @@ async def write_backup(
             if not _write_adapter(writer, store, digest):
                 missing.append(digest)
             await asyncio.sleep(0)  # a signal may end the backup between two adapters
-    return Copied(rows, len(used) - len(missing) if with_adapters else len(stored), missing)
+    return Copied(rows, len(used) - len(missing) if with_adapters else len(stored), missing, peppers)
+
+
+async def _peppers(connection: AsyncConnection, tables: Sequence[Table], now: datetime) -> tuple[str, ...]:
+    """Return the fingerprints of the peppers of valid keys. Older schemas and keys have none."""
+    keys = next((table.c for table in tables if table.name == "api_keys"), None)
+    if keys is None or "pepper" not in keys:
+        return ()
+    is_valid = keys.revoked_at.is_(None) & (keys.expires_at.is_(None) | (keys.expires_at > now))
+    found = select(keys.pepper).where(is_valid, keys.pepper.is_not(None)).distinct().order_by(keys.pepper)
+    return tuple((await connection.execute(found)).scalars())
 
 
 async def used_digests(connection: AsyncConnection) -> list[str]:

@@ -46,7 +46,8 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
     """Write the database at LORAPLEX_DATABASE_URL to a new FILE that only you can read; gateways may run.
 
-    Store LORAPLEX_KEY_PEPPER elsewhere: without it, no API key of the backup works.
+    Store LORAPLEX_KEY_PEPPER elsewhere: without it, no API key of the backup works. The pepper of `loraplex up` is in
+    secrets.json of its data directory.
     """
     from gateway.records.backup.write import write_backup
     from gateway.records.sql.database import Database
@@ -67,6 +68,8 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
     content = "adapters with their files" if with_adapters else "digests of adapters"
     click.echo(f"{file}: {done.rows} rows, {done.adapters} {content}, {file.stat().st_size} bytes")
     click.echo("Keep LORAPLEX_KEY_PEPPER apart from it: without the pepper, no API key works.")
+    if not done.peppers:
+        click.echo("The file has no fingerprint of the pepper, so a restore cannot check it: no key has one.")
     if done.missing:
         raise click.ClickException(f"the adapter store lacks {_named(done.missing)}; the rest was backed up")
 
@@ -94,10 +97,12 @@ def restore(file: Path, adapter_store: str) -> None:
     with database_errors(), BackupFile(file) as backup:
         check_peppers(backup, pepper_fingerprints())
         done = run(restored(backup))
-        needed = ", ".join(backup.header.peppers) or "unknown"
+        needed = backup.header.peppers
     click.echo(f"restored {done.rows} rows and the files of {done.adapters} adapters")
-    if not pepper_fingerprints():
-        click.echo(f"Start the gateways with the backup's LORAPLEX_KEY_PEPPER (fingerprint: {needed}).")
+    if not needed:
+        click.echo("LORAPLEX_KEY_PEPPER was not checked: the backup has no fingerprint of its pepper.")
+    elif not pepper_fingerprints():
+        click.echo(f"Start the gateways with the backup's LORAPLEX_KEY_PEPPER (fingerprint: {', '.join(needed)}).")
     if done.missing:
         raise AdaptersMissing(done.missing)
 

@@ -255,6 +255,32 @@ async def test_other_refusals_name_their_reason(source: tuple[Gateway, Client, s
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".") or name == "x"]
 
 
+async def test_a_backup_without_the_pepper_has_the_fingerprint_of_its_keys(
+    source: tuple[Gateway, Client, str], tmp_path: Path
+):
+    _, _, url = source
+    store, file, to = tmp_path / "adapters", tmp_path / "backup", f"sqlite:///{tmp_path}/target.db"
+    said = await run("backup", file, url, store, LORAPLEX_KEY_PEPPER=None)
+    assert "no fingerprint" not in said
+    said = await run("restore", file, to, store, code=1, LORAPLEX_KEY_PEPPER="another-pepper-0123456789")
+    assert f"is not the pepper of the backup ({fingerprint(PEPPER)})" in said
+    assert is_bare(to)
+    said = await run("restore", file, to, store, LORAPLEX_KEY_PEPPER=None)
+    assert f"(fingerprint: {fingerprint(PEPPER)})" in said
+
+
+async def test_a_backup_without_keys_and_pepper_says_that_it_has_no_fingerprint(tmp_path: Path):
+    url, to = (f"sqlite:///{tmp_path}/{name}.db" for name in ("empty", "target"))
+    database, store = Database(url), tmp_path / "adapters"
+    async with database.changing_schema() as connection:
+        await connection.run_sync(upgrade_schema)
+    await database.close()
+    store.mkdir()
+    said = await run("backup", tmp_path / "backup", url, store, LORAPLEX_KEY_PEPPER=None)
+    assert "The file has no fingerprint of the pepper" in said
+    assert "LORAPLEX_KEY_PEPPER was not checked" in await run("restore", tmp_path / "backup", to, store)
+
+
 def rewritten(source: Path, target: Path, changed: str, change: Any) -> Path:
     """Copy a backup with another JSON member and checksums that are right."""
     with tarfile.open(source) as tar, new_backup(target) as writer:
@@ -357,5 +383,5 @@ def _output_of_partial(folder: Path, url: str, store: str) -> str:
     assert result.exit_code == 1
     with BackupFile(folder / "partial") as backup:
         assert len(backup.stored_digests) == 2
-        assert backup.header.peppers == ()
+        assert backup.header.peppers == (fingerprint(PEPPER),)
     return result.output
