@@ -4,7 +4,8 @@ Each issued key, and each address without one, has a token bucket. While it is e
 are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
 almost as much time of the event loop as a small answer. Requests that an engine serves do not count, so an honest
 client never waits. Requests for which there is no engine count too: no limit of the tenant does. A request whose key is
-not verified, for example because its route checks none, counts by address: a tenant can make any number of keys.
+not verified, for example because its route checks none, counts by address: a tenant can make any number of keys. A
+revoked key is verified before it is refused, so it counts by itself.
 
 A bucket of 100 requests is 120 ms of the event loop. So after the first ones, an owner's next request begins only some
 milliseconds after each of them: other requests then find most iterations of the event loop free.
@@ -45,6 +46,8 @@ ABSENT_SECONDS = 1.0
 # The rate of a tenant's keys together is this many times a key's.
 TENANT_RATE = 5
 KEY_PREFIX = "lpx_"
+# Number of requests whose client left before its key was verified, from which the key counts by address.
+COUNTED_BY_ADDRESS = 2
 
 
 class UnservedRate:
@@ -66,8 +69,9 @@ class UnservedRate:
         # Key on record -> the owner of its tenant's bucket; an operator's key maps to itself. Added at the key's first
         # request.
         self._tenants = BoundedDict[str, str](MAX_OWNERS)
-        # Issued keys that were deleted, or that no request has verified. Their requests count by address.
-        self._unverified = BoundedDict[str, None](MAX_OWNERS)
+        # Issued keys that were deleted, or that no request has verified -> how often their client left before. From
+        # COUNTED_BY_ADDRESS on, which one refusal is as well, their requests count by address.
+        self._unverified = BoundedDict[str, int](MAX_OWNERS)
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes outside the error boundary and the work of a request."""
@@ -88,10 +92,10 @@ class UnservedRate:
                 response = await handler(request)
             except asyncio.CancelledError:
                 if has_begun:
-                    owner, longest = self._payer(request, key, caller, owner, longest)
+                    owner, longest = self._payer(request, key, caller, (owner, longest), None)
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
-            owner, longest = self._payer(request, key, caller, owner, longest)
+            owner, longest = self._payer(request, key, caller, (owner, longest), response.status)
             is_absent = request.get(ERROR_CODE) in ABSENT
             # A 3xx answers a form, with a session or without. The client did not cause other 5xx.
             is_refused = is_absent or 300 <= response.status < 500
@@ -101,8 +105,14 @@ class UnservedRate:
 
         return middleware
 
-    def _payer(self, request: web.Request, key: str, caller: Caller, owner: str, longest: float) -> tuple[str, float]:
-        """Return the owner that pays for a request, and its maximum wait, now that its key is verified or not."""
+    def _payer(
+        self, request: web.Request, key: str, caller: Caller, expected: tuple[str, float], status: int | None
+    ) -> tuple[str, float]:
+        """Return the owner that pays for a request, and its maximum wait, now that its key is verified or not.
+
+        expected: both, before the request. status: the answer's status code; None if the client left.
+        """
+        owner, _ = expected
         if key and key == KEY_PREFIX + (caller.key_id or ""):
             self._tenants.put(key, key if caller.tenant_id is None else f"tenant {caller.tenant_id}")
             self._unverified.pop(key, None)
@@ -110,9 +120,12 @@ class UnservedRate:
         # A request may be refused before its key is checked, for example for a query parameter.
         is_known = owner in self._tenants and request.get(ERROR_CODE) != InvalidKey.code
         if caller.key_id is not None or is_known or not owner.startswith(KEY_PREFIX):
-            return owner, longest
-        self._tenants.pop(owner, None)
-        self._unverified.put(owner, None)
+            return expected
+        # The client did not cause a 5xx, for example while the database is away. It may leave once for a good reason.
+        if status is None or status < 500:
+            self._tenants.pop(owner, None)
+            times = self._unverified.get(owner, 0) + 1 if status is None else COUNTED_BY_ADDRESS
+            self._unverified.put(owner, times)
         return client_network(caller.address), ADDRESS_SECONDS
 
     def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float, *, rests: bool = True) -> None:
@@ -172,7 +185,7 @@ class UnservedRate:
         Otherwise such keys that are used in turn, each after it was forgotten, would have no rate.
         """
         is_forgotten = len(self._unverified) >= MAX_OWNERS and key.startswith(KEY_PREFIX) and key not in self._tenants
-        return is_forgotten or key in self._unverified
+        return is_forgotten or self._unverified.get(key, 0) >= COUNTED_BY_ADDRESS
 
 
 def _is_probe(request: web.Request) -> bool:

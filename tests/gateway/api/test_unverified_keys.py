@@ -1,13 +1,17 @@
 """Keys that no request has verified: a tenant can make any number of them, so they have no rate of their own."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from gateway.access.auth import Authenticator
 from gateway.api import unserved_rate
+from gateway.errors import Unavailable
 from testing.gateway.clocks import SleepClock
-from testing.gateway.running import Client, Gateway
+from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_unserved_rate import BURST, DELAYED, RATE, metric
 
@@ -68,3 +72,86 @@ async def test_refusals_before_a_known_key_is_checked_count_for_its_tenant(keys:
         for client in clients:
             assert (await client.get("/v1/key?x=1")).status == 400
     assert await metric(gateway, DELAYED) > 0
+
+
+async def test_a_failure_of_the_gateway_lets_no_key_count_by_address(
+    keys: tuple[Gateway, list[Client]], monkeypatch: pytest.MonkeyPatch
+):
+    """After an outage of the database, all clients of an address waited for each other."""
+    gateway, clients = keys
+
+    async def fail(*_: Any) -> Any:
+        raise Unavailable("The database is away.")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(Authenticator, "_find", fail)
+        for client in clients:
+            assert (await client.get("/v1/key")).status == 503
+    for client in clients:
+        assert (await client.get("/v1/key")).status == 200
+    assert await metric(gateway, DELAYED) == 0
+
+
+async def leave(clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send a request of each client, which leaves before its key is verified."""
+    number_left = 0
+
+    async def hang(*_: Any) -> Any:
+        nonlocal number_left
+        try:
+            await asyncio.Event().wait()
+        finally:
+            number_left += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Authenticator, "_find", hang)
+        for number, client in enumerate(clients):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(client.get("/v1/key"), 0.05)
+
+            async def has_left(number: int = number) -> bool:
+                return number_left > number
+
+            await until(has_left)
+
+
+async def test_a_client_that_leaves_once_lets_no_key_count_by_address(
+    keys: tuple[Gateway, list[Client]], monkeypatch: pytest.MonkeyPatch
+):
+    gateway, clients = keys
+    await leave(clients, monkeypatch)
+    for client in clients:
+        assert (await client.get("/v1/key")).status == 200
+    assert await metric(gateway, DELAYED) == 0
+
+
+async def test_clients_that_leave_again_and_again_count_by_address(
+    keys: tuple[Gateway, list[Client]], monkeypatch: pytest.MonkeyPatch
+):
+    gateway, clients = keys
+    await leave(clients, monkeypatch)
+    await leave(clients, monkeypatch)
+    for client in clients:
+        assert (await client.get("/v1/key")).status == 200
+    assert await metric(gateway, DELAYED) == len(clients)
+
+
+async def test_a_known_key_counts_by_address_on_routes_that_check_none(keys: tuple[Gateway, list[Client]]):
+    gateway, (client, *_) = keys
+    assert (await client.get("/v1/key")).status == 200
+    for _ in range(BURST + 1):
+        assert (await client.get("/v1/none")).status == 404
+    assert (await client.get("/v1/key")).status == 200
+    assert await metric(gateway, DELAYED) == 0
+    assert (await client.get("/openapi.json")).status == 200
+    assert await metric(gateway, DELAYED) == 1
+
+
+async def test_revoked_keys_count_by_themselves(keys: tuple[Gateway, list[Client]]):
+    """They are verified before they are refused."""
+    gateway, clients = keys
+    for made in (await gateway.admin.get("/admin/api/tenants/mallory/keys")).json["data"]:
+        assert (await gateway.admin.call("DELETE", f"/admin/api/keys/{made['id']}")).status == 200
+    for client in clients:
+        assert (await client.get("/v1/key")).status == 401
+    assert await metric(gateway, DELAYED) == 0
