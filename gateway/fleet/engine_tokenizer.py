@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from gateway.errors import BadRequest, NoEngine, UpstreamFailed
-from gateway.fleet.calls.answers import REFUSED
+from gateway.fleet.calls.answers import JSON_ERRORS, REFUSED
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.kinds.kind import BodyTooLarge, read_detail
@@ -24,8 +24,6 @@ TOKEN_BYTES, OTHER_BYTES = 16, 2**16
 TEMPLATE_TOKENS = 4096
 # Number of engines whose answers have too many ids at which a prompt counts as too long.
 ENOUGH_ANSWERS = 2
-# Errors of the decoder, whatever a foreign server answers.
-DECODE_ERRORS = (ValueError, RecursionError)
 
 
 class _Tokens(msgspec.Struct):
@@ -84,7 +82,7 @@ class EngineTokenizer:
         try:
             if status == 200:
                 return msgspec.json.decode(answer, type=_Tokens).tokens
-        except DECODE_ERRORS:
+        except JSON_ERRORS:
             status = 0
         log.warning("engine %s did not tokenize a prompt: it answered %d", engine.url, status)
         return None

@@ -35,6 +35,9 @@ BODY_SECONDS = 60.0
 # Fields of a chat's event with generated text. vLLM has used both names for the text before an answer.
 GENERATED = ("content", "tool_calls", "reasoning", "reasoning_content")
 
+# Errors of decoding a JSON text of any content: a foreign server may nest lists as deep as it likes.
+JSON_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 Fields = dict[str, Raw]
 """An answer's or an event's fields by name, each as its JSON text."""
 
@@ -87,9 +90,10 @@ def public_error(event: Fields, traits: Traits) -> Fields:
     """
     try:
         detail = msgspec.json.decode(event["error"], type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except JSON_ERRORS:
         detail = {}
-    if detail.get("type") in traits.request_errors:
+    kind = detail.get("type")
+    if isinstance(kind, str) and kind in traits.request_errors:
         return {"error": event["error"]} if traits.shows_messages else _error(REFUSED, "invalid_request_error", None)
     code = detail.get("code")
     code = code if isinstance(code, str) and code in FAILURES else "engine_error"
@@ -284,7 +288,7 @@ async def read_fields(data: bytes | bytearray, subject: str, before_piece: Befor
         return decode_fields(data, subject)
     try:
         return await read_object(data, before_piece)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise UpstreamFailed(f"The engine's {subject} is not valid JSON.") from error
 
 
@@ -294,7 +298,7 @@ def decode_fields(data: bytes | bytearray, subject: str) -> Fields:
         return _fields.decode(data)
     except msgspec.ValidationError as error:
         raise UpstreamFailed(f"The engine's {subject} is not a JSON object.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise UpstreamFailed(f"The engine's {subject} is not valid JSON.") from error
 
 
@@ -337,7 +341,7 @@ def decode_field(fields: Fields, name: str) -> Any:
         return None
     try:
         return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except JSON_ERRORS as error:
         raise UpstreamFailed(f"The engine's {name} is not valid JSON.") from error
 
 
@@ -360,7 +364,7 @@ def decode_progress(fields: Fields) -> ReportedProgress | None:
         return _progress.decode(raw)
     except msgspec.ValidationError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except JSON_ERRORS as error:
         raise UpstreamFailed("The engine's loraplex is not valid JSON.") from error
 
 
@@ -373,7 +377,7 @@ def decode_choices(fields: Fields) -> list[Choice]:
         return []
     try:
         return _choices.decode(raw) or []
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except JSON_ERRORS as error:
         raise UpstreamFailed("The engine's choices are not a list of choices.") from error
 
 

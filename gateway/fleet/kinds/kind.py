@@ -15,7 +15,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
-from gateway.fleet.calls.answers import REFUSED, Incoming, read_error
+from gateway.fleet.calls.answers import JSON_ERRORS, REFUSED, Incoming, read_error
 from gateway.fleet.calls.call import Call, EngineRefused
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import Traits
@@ -261,7 +261,7 @@ def read_detail(body: bytes) -> ErrorDetail:
         detail = whole.get("error", whole)
         param, code = (value if isinstance(value := detail.get(name), str) else None for name in ("param", "code"))
         return ErrorDetail(str(detail.get("message", "")), param, code)
-    except (msgspec.MsgspecError, UnicodeDecodeError, AttributeError):
+    except (*JSON_ERRORS, AttributeError):
         return ErrorDetail()
 
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import ClientResponse
 
 from gateway.errors import UpstreamFailed
-from gateway.fleet.calls.answers import read_chunks
+from gateway.fleet.calls.answers import JSON_ERRORS, read_chunks
 from gateway.fleet.kinds.fields import is_one_sequence
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ async def read_params(response: ClientResponse, url: str) -> dict[str, Any]:
             raise UpstreamFailed("The prefill engine sent a larger answer than this gateway accepts.")
     try:
         params = msgspec.json.decode(body, type=_Answer).kv_transfer_params
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except JSON_ERRORS:
         params = None
     if not params:
         log.error("engine %s answered without %s: start it with --kv-transfer-config", url, FIELD)

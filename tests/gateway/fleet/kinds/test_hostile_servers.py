@@ -1,16 +1,22 @@
 """Answers of a foreign server's own routes that have no end, or values of other types."""
 
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from aiohttp import ClientSession, web
+from msgspec import Raw
 
+from gateway.errors import UpstreamFailed
+from gateway.fleet.calls.answers import FAILED, decode_choices, decode_fields, public_error, read_usage
 from gateway.fleet.discovery.addresses import parse_address
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import BodyTooLarge, ErrorDetail, read_detail, retry_after
+from gateway.fleet.kinds.prefill import read_params
 from gateway.fleet.kinds.vllm import Vllm
 from testing.gateway.kinds import kinds_of
 from testing.gateway.principals import principal
@@ -52,6 +58,34 @@ def test_a_release_is_kept_on_record_without_a_nul():
 def test_a_retry_after_of_another_form_is_a_second(value: str):
     """Python reads no number of 5,000 digits, so the request failed."""
     assert retry_after(cast(Any, SimpleNamespace(headers={"Retry-After": value}))) == 1
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+async def test_an_answer_of_any_depth_is_the_servers_failure():
+    """It ended in an internal error of the gateway."""
+    nested = b'{"a":%s}' % DEEP
+    assert read_detail(nested) == ErrorDetail()
+    with pytest.raises(UpstreamFailed):
+        decode_fields(nested, "answer")
+    for read in (decode_choices, read_usage):
+        with pytest.raises(UpstreamFailed):
+            read({"choices": Raw(DEEP), "usage": Raw(DEEP)})
+    content = SimpleNamespace(iter_any=lambda: pieces(b'{"kv_transfer_params":%s}' % nested))
+    with pytest.raises(UpstreamFailed):
+        await read_params(cast(Any, SimpleNamespace(content=content)), "http://prefill")
+
+
+async def pieces(*given: bytes) -> AsyncIterator[bytes]:
+    for piece in given:
+        yield piece
+
+
+@pytest.mark.parametrize("error", [DEEP, b'{"type": ["invalid_request_error"]}', b'{"type": {}}', b'"a"', b"null"])
+def test_a_streams_error_of_any_form_has_a_fixed_message(error: bytes):
+    shown = msgspec.json.decode(public_error({"error": Raw(error)}, Vllm.traits)["error"])
+    assert (shown["message"], shown["code"]) == (FAILED, "engine_error")
 
 
 @pytest.mark.parametrize("value", ["[1]", "400", '{"a": 1}', "null"])
