@@ -114,8 +114,10 @@ def settings(changed: bool, as_json: bool, gateway: Gateway) -> None:
     rows = [row for row in found["settings"] if row["is_set"] or not changed]
     print_table(rows, ("name", "value", "default"))
     click.echo()
-    for name, text in _condition(found):
-        click.echo(f"{name:18}{text}")
+    lines = _condition(found)
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        click.echo(f"{name:{width}}  {text}")
 
 
 def _condition(state: dict[str, Any]) -> list[tuple[str, str]]:

@@ -51,7 +51,8 @@ class At(Moment):
 def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> None:
     """Show why requests were refused, by tenant, limit and code, by default in the last day.
 
-    Value, needed and remaining are averages over the recorded refusals of a cause.
+    Value, needed and remaining are averages over the recorded refusals of a cause. Peak is the part of the period with
+    most refusals: their number, the length of the part and its start.
     """
     if at is not None:
         if query["since"] is not None or query["until"] is not None:
@@ -64,17 +65,17 @@ def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> N
         return
     ends = f"{moment(found['since'])} to {moment(found['until'])}"
     click.echo(f"{found['total']} refusals from {ends}, {found['before']} in the period before", err=True)
-    print_table([_shown(cause) for cause in found["causes"]], COLUMNS)
+    print_table([_shown(cause, found["step"]) for cause in found["causes"]], COLUMNS)
 
 
-def _shown(cause: dict[str, Any]) -> dict[str, Any]:
+def _shown(cause: dict[str, Any], step: int) -> dict[str, Any]:
     evidence, peak = cause["evidence"] or {}, cause["peak"]
     amounts = {name: _amount(evidence.get(name), cause["limit_name"]) for name in ("value", "needed", "remaining")}
     return {
         **{name: cause[name] for name in ("tenant", "code", "status")},
         "limit": cause["limit_name"],
         "refused": cause["requests"],
-        "peak": None if peak is None else f"{peak[1]} at {moment(peak[0])}",
+        "peak": None if peak is None else f"{peak[1]} in {step // 60} min from {moment(peak[0])}",
         "owner": evidence.get("owner"),
         **amounts,
     }

@@ -1,6 +1,7 @@
 """Commands that show what the dashboard shows, against a real gateway: refusals, shares, sessions, settings, use."""
 
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ async def test_refusals_by_tenant_time_and_limit(run: Run, gateway: Gateway):
     [row] = cells(shown.stdout)
     expected = {"TENANT": "acme", "LIMIT": "requests_per_minute", "CODE": "rate_limit_exceeded", "STATUS": "429"}
     assert row | expected | {"REFUSED": "1"} == row
+    assert re.search(r" 1 in \d+ min from 20\d\d-", shown.stdout)
     [budget] = (await run("refusals", "--limit-name", "budget_per_month")).stdout.splitlines()[1:]
     assert budget.split()[-4:][:2] == ["tenant", "0.00"]
     now = datetime.now(UTC)
@@ -152,6 +154,9 @@ async def test_the_state_of_the_service(run: Run, gateway: Gateway):
     assert "set, not shown" in settings
     assert gateway.admin.key not in settings
     assert "\nversion " in settings
+    below = settings.split("\n\n")[1].splitlines()
+    assert {line.partition("  ")[0] for line in below} >= {"version", "disk adapter_store", "keeps sums by minute"}
+    assert len({len(line) - len(line.partition("  ")[2].lstrip()) for line in below}) == 1
     assert len((await run("settings")).stdout) > len(settings)
 
 
