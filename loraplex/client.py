@@ -209,7 +209,8 @@ class GatewayClient:
         self, tenant: str | None, alias: Reference, targets: list[dict[str, int]], etag: str | None = None
     ) -> dict[str, Any]:
         """Point an alias to versions. etag: the replaced state's ETag; None takes the present one, if any."""
-        return await self._put_matching(alias_path(tenant, alias), {"targets": targets}, etag)
+        is_new = etag is None and all(each["alias"] != alias.alias for each in await self.aliases(tenant, alias.name))
+        return await self._put_matching(alias_path(tenant, alias), {"targets": targets}, etag, is_new=is_new)
 
     async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:
         return await self.call("POST", alias_path(tenant, alias) + "/rollback")
@@ -222,19 +223,20 @@ class GatewayClient:
 
     async def save_mixture(self, tenant: str | None, name: str, model: str, etag: str | None = None) -> dict[str, Any]:
         """Save a mixture under a name. etag: the replaced mixture's ETag; None takes the present one, if any."""
-        return await self._put_matching(named_path(mixtures_path(tenant), name), {"model": model}, etag)
+        is_new = etag is None and all(each["name"] != name for each in await self.mixtures(tenant))
+        path = named_path(mixtures_path(tenant), name)
+        return await self._put_matching(path, {"model": model}, etag, is_new=is_new)
 
     async def delete_mixture(self, tenant: str | None, name: str) -> None:
         await self.call("DELETE", named_path(mixtures_path(tenant), name))
 
-    async def _put_matching(self, path: str, body: dict[str, Any], etag: str | None) -> dict[str, Any]:
-        """Replace a record of this ETag, with or without its quotes, by default of its present one, or create it."""
+    async def _put_matching(self, path: str, body: dict[str, Any], etag: str | None, *, is_new: bool) -> dict[str, Any]:
+        """Replace a record of this ETag, with or without its quotes, by default of its present one, or create it.
+
+        is_new: the record does not exist. To ask for it would leave a refused request in the tenant's request log.
+        """
         if etag is None:
-            try:
-                etag = (await self.call("GET", path))["etag"]
-            except GatewayError as error:
-                if error.status != 404:
-                    raise
+            etag = None if is_new else (await self.call("GET", path))["etag"]
         elif etag != "*" and not etag.endswith('"'):
             etag = f'"{etag}"'
         headers = {} if etag is None else {"If-Match": etag}

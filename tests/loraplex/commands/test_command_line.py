@@ -142,6 +142,27 @@ async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
     await run("adapter", "delete", "pirate", "--yes", *whose)
 
 
+async def test_a_new_mixture_or_alias_leaves_no_refused_request(run: Run, gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    whose = ("--api-key", acme.key or "")
+    await run("adapter", "push", "pirate", str(write(tmp_path / "adapter")), *whose)
+    for weight in ("1", "2"):
+        await run("adapter", "mix", "blend", f"pirate*{weight}", *whose)
+        await run("adapter", "alias", "pirate:prod", "1", *whose)
+    assert (await acme.get("/v1/mixtures/nobodys")).status == 404
+
+    async def refused() -> list[int]:
+        rows = (await gateway.admin.get("/admin/api/requests?tenant=acme")).json["data"]
+        return [row["http_status"] for row in rows if row["http_status"] == 404]
+
+    async def is_logged() -> bool:
+        return bool(await refused())
+
+    await until(is_logged)
+    # The last request is logged last.
+    assert await refused() == [404]
+
+
 async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):
     await gateway.tenant("acme")
     await run("price", "set", "acme/pirate", "--input", "0.50", "--output", "1.5", "--cached", "0.05", "--force")
