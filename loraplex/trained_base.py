@@ -1,4 +1,4 @@
-"""Base model that an adapter names as its own, read from a PEFT folder or an archive before its upload."""
+"""Check of an adapter's config before its upload, and the base model that it names. Reads PEFT folders and archives."""
 
 import json
 import tarfile
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from adapters.base_choice import TRAINED_ON, named_base
+from adapters.manifest import parse_manifest
 
 CONFIG = "adapter_config.json"
 # Larger files of this name are not read.
@@ -18,22 +19,29 @@ def base_warning(path: Path, served: str | None) -> str | None:
 
     served: name of the base model that the gateway chose. An unreadable config gives no warning: the gateway checks it.
     """
-    trained_on = _trained_on(path)
-    if served is None or trained_on is None or named_base(trained_on, [served]) is not None:
+    config = _config(path)
+    trained_on = config.get(TRAINED_ON) if isinstance(config, dict) else None
+    if not isinstance(trained_on, str) or not trained_on:
+        return None
+    if served is None or named_base(trained_on, [served]) is not None:
         return None
     shown = "".join(char for char in trained_on[:200] if char.isprintable())
     return f"its config names the base model '{shown}', and it is served on '{served}'; is that the same model?"
 
 
-def _trained_on(path: Path) -> str | None:
-    """Return `base_model_name_or_path` of an adapter's config; None without one."""
+def check_config(path: Path) -> None:
+    """Raise AdapterError for a config that no engine serves. An unreadable config passes: the gateway checks it."""
+    if isinstance(config := _config(path), dict):
+        parse_manifest(config)
+
+
+def _config(path: Path) -> Any:
+    """Return an adapter's config; None if it cannot be read."""
     try:
         raw = _read_config(path)
-        config: Any = {} if raw is None else json.loads(raw)
+        return None if raw is None else json.loads(raw)
     except (OSError, ValueError, EOFError, RecursionError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError):
         return None
-    name = config.get(TRAINED_ON) if isinstance(config, dict) else None
-    return name if isinstance(name, str) and name else None
 
 
 def _read_config(path: Path) -> bytes | None:

@@ -1,5 +1,6 @@
 """The `loraplex adapter` commands: a tenant's adapters, with the tenant's own key or as an operator."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from loraplex.commands.adapters.golden import golden
 from loraplex.commands.adapters.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.adapters.verify import verify
 from loraplex.commands.adapters.versions import COMMANDS as VERSION_COMMANDS
-from loraplex.commands.common import Gateway, admin_options, confirm, examples, tenant_options, yes_option
+from loraplex.commands.common import Gateway, admin_options, confirm, examples, one_line, tenant_options, yes_option
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.tenants.filter import idle_days
 from loraplex.commands.values import Duration
@@ -64,13 +65,18 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
 async def _push(
     client: "GatewayClient", tenant: str | None, name: str, path: Path, base: dict[str, str]
 ) -> dict[str, Any]:
+    from adapters.manifest import AdapterError
     from loraplex.client import upload_files
     from loraplex.client_paths import uploads_path
     from loraplex.resumable_push import MIN_BYTES, push_in_parts
+    from loraplex.trained_base import check_config
 
     if sum(file.stat().st_size for file in upload_files(path).values()) < MIN_BYTES:
         return await client.push_adapter(tenant, name, path, **base)
-    return await push_in_parts(client, uploads_path(tenant), name, path, _show, **base)
+    # The gateway would refuse the same, but only after all of the upload.
+    with one_line(AdapterError):
+        check_config(path)
+    return await push_in_parts(client, uploads_path(tenant), name, path, _progress(), **base)
 
 
 def _named(base: str | None) -> dict[str, str]:
@@ -82,8 +88,18 @@ def _note_state(made: dict[str, Any]) -> None:
         click.echo("it is not ready yet: an engine has to probe it first. Until then requests get the previous version")
 
 
-def _show(received: int, size: int) -> None:
-    click.echo(f"{received >> 20} of {size >> 20} MiB", err=True)
+def _progress() -> Callable[[int, int], None]:
+    """Return a function that shows the bytes received. It repeats no line: a last part may be less than a MiB."""
+    last = ""
+
+    def show(received: int, size: int) -> None:
+        nonlocal last
+        line = f"{received >> 20} of {size >> 20} MiB"
+        if line != last:
+            click.echo(line, err=True)
+        last = line
+
+    return show
 
 
 @adapter.command("import", epilog=examples("loraplex adapter import pirate hf://acme/pirate-lora --tenant acme"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from loraplex import resumable_push
 from testing.adapter_files import CONFIG, write
 from testing.gateway.commands import Run, runner
 from testing.gateway.running import BASE_MODEL, Gateway
@@ -42,3 +43,18 @@ async def test_the_served_base_and_none_give_no_warning(named: Any, run: Run, tm
     path = adapter(tmp_path / "adapter", base_model_name_or_path=named)
     assert json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"] == named
     assert (await run("adapter", "push", "pirate", str(path), "--tenant", "acme")).stderr == ""
+
+
+async def test_a_config_that_no_engine_serves_is_refused_before_a_large_upload(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resumable_push, "MIN_BYTES", 0)
+    path = adapter(tmp_path / "adapter", modules_to_save=["lm_head"])
+    done = await run("adapter", "push", "pirate", str(path), "--tenant", "acme", code=1)
+    assert done.stderr == "Error: modules_to_save: fully trained copies of base modules are not served\n"
+
+
+async def test_no_line_of_progress_appears_twice(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resumable_push, "MIN_BYTES", 0)
+    done = await run("adapter", "push", "pirate", str(adapter(tmp_path / "adapter")), "--tenant", "acme")
+    assert done.stderr == "0 of 0 MiB\n"
