@@ -5,7 +5,7 @@ targets of events that fail.
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey, expiring_keys
@@ -17,6 +17,8 @@ from gateway.records.version_state import State
 
 BUDGET_PART = 0.8
 EXPIRY, REJECTION, REFUSAL = timedelta(days=7), timedelta(days=1), timedelta(hours=1)
+# A younger key that expires soon is meant to: it was made so.
+SETTLED = timedelta(days=1)
 MAX_EACH = 6
 # Failed attempts in a row, 20 s apart in all, from which a target of events fails.
 FAILURES = 3
@@ -32,12 +34,13 @@ class Budget(NamedTuple):
 
 
 class RejectedVersion(NamedTuple):
-    """Version of an adapter that a probe rejected."""
+    """Newest rejected version of a tenant's adapters. more: further ones of the tenant in the last REJECTION."""
 
     tenant: str
     name: str
     version: int
     at: datetime
+    more: int = 0
 
 
 class FailingTarget(NamedTuple):
@@ -73,7 +76,7 @@ class Attention:
             Budget(name, use.spent, use.budget, use.period)
             for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
         ]
-        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
+        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH, made_before=now - SETTLED)
         refused = await self._refusals.by_limit(now - REFUSAL, now)
         return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH], await self._failing())
 
@@ -91,15 +94,20 @@ class Attention:
             return [FailingTarget(row.name, row.tenant, row.failures, row.error or "unknown") for row in rows]
 
     async def _rejected(self, now: datetime) -> list[RejectedVersion]:
+        """Return the newest rejected version of each tenant, so that one tenant cannot fill the list."""
         rejected: State = "rejected"
-        versions = adapter_versions.c
-        query = (
-            select(tenants.c.name, adapters.c.name, versions.version, versions.created_at)
+        versions, of_tenant = adapter_versions.c, adapters.c.tenant_id
+        order = (versions.created_at.desc(), versions.adapter_id, versions.version.desc())
+        newest = func.row_number().over(partition_by=of_tenant, order_by=order)
+        found = (
+            select(tenants.c.name.label("tenant"), adapters.c.name, versions.version, versions.created_at)
+            .add_columns((func.count().over(partition_by=of_tenant) - 1).label("more"), newest.label("number"))
             .join(adapters, adapters.c.id == versions.adapter_id)
             .join(tenants, tenants.c.id == adapters.c.tenant_id)
             .where(versions.state == rejected, versions.created_at > now - REJECTION)
-            .order_by(versions.created_at.desc())
-            .limit(MAX_EACH)
+            .subquery()
         )
+        columns = (found.c[name] for name in ("tenant", "name", "version", "created_at", "more"))
+        query = select(*columns).where(found.c.number == 1).order_by(found.c.created_at.desc()).limit(MAX_EACH)
         async with self._database.read() as connection:
             return [RejectedVersion(*row) for row in await connection.execute(query)]

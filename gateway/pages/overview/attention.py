@@ -141,10 +141,12 @@ class Needs:
             where = {"tenant": key.tenant} if key.tenant else {}
             found.append(Entry("warn", text, ("Rotate the key", f"/admin/keys?{urlencode(where)}")))
         for version in self._concerns.rejected:
+            others = f", and {version.more:,} more of this tenant in the last day" if version.more else ""
             text = (
-                f"Version {version.version} of {version.tenant}/{version.name} was rejected at {version.at:%H:%M} UTC."
+                f"Version {version.version} of {version.tenant}/{version.name} was rejected at {version.at:%H:%M} "
+                f"UTC{others}."
             )
-            where = {"tenant": version.tenant, "q": version.name}
+            where = {"tenant": version.tenant} | ({} if version.more else {"q": version.name})
             found.append(Entry("warn", text, ("Read the report", f"/admin/adapters?{urlencode(where)}")))
         for target in self._concerns.targets:
             of = f" of {target.tenant}" if target.tenant else ""

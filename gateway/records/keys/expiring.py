@@ -22,10 +22,12 @@ class ExpiringKey(msgspec.Struct, frozen=True):
     tenant: str | None
 
 
-async def expiring_keys(database: Database, now: datetime, until: datetime, limit: int = MAX_KEYS) -> list[ExpiringKey]:
+async def expiring_keys(
+    database: Database, now: datetime, until: datetime, limit: int = MAX_KEYS, *, made_before: datetime | None = None
+) -> list[ExpiringKey]:
     """Return valid keys that expire before `until`, the soonest first, `limit` at most. Raises Unavailable.
 
-    A key that a rotation has replaced is left out: it is meant to expire.
+    made_before: leave out newer keys. A key that a rotation has replaced is left out: it is meant to expire.
     """
     other = api_keys.alias("other")
     family = func.coalesce(api_keys.c.family_id, api_keys.c.id)
@@ -41,7 +43,7 @@ async def expiring_keys(database: Database, now: datetime, until: datetime, limi
         select(api_keys.c.id, api_keys.c.label, api_keys.c.expires_at, api_keys.c.tenant_id, tenants.c.name)
         .select_from(owned)
         .where(api_keys.c.revoked_at.is_(None), api_keys.c.expires_at > now, api_keys.c.expires_at <= until)
-        .where(~successor.exists())
+        .where(~successor.exists(), *([] if made_before is None else [api_keys.c.created_at < made_before]))
         .order_by(api_keys.c.expires_at, api_keys.c.id)
         .limit(limit)
     )
