@@ -209,11 +209,16 @@ def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str,
         url, listed = _read_tenants(flags)
         of_file = {tenant["name"]: tenant["api_key"] for tenant in listed}
         unnamed = [name for name in of_file if name not in keys]
+        owners: dict[str, str] = {}
         for name in [name for name in scenario.tenants if name not in given]:
             if name not in of_file and not unnamed:
                 why = f"--tenants {flags['tenants']} has {len(of_file)} tenants, none is left"
                 scenario.fail_without_key(name, f"{why}; {_remedy(scenario, name)}")
-            keys[name] = of_file[name if name in of_file else unnamed.pop(0)]
+            owners[name] = name if name in of_file else unnamed.pop(0)
+        keys |= {name: of_file[owner] for name, owner in owners.items()}
+        for name, owner in owners.items():
+            if owner != name:
+                click.echo(escaped(f"{name} sends with the key of {owner}"), err=True)
     return _checked_url(url), keys
 
 
@@ -241,8 +246,10 @@ def _admin_key(url: str, flags: dict[str, Any]) -> str | None:
 def _read_tenants(flags: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """Return the server's URL and the tenants of --tenants. Their keys are sent to the file's own gateway only."""
     file, url = flags["tenants"], flags["url"]
-    with one_line(DataDirError):
+    try:
         demo = read_json(file)
+    except DataDirError as error:
+        raise click.UsageError(f"--tenants: {error}") from error
     if demo is None:
         raise click.UsageError(f"--tenants: there is no file {file}")
     try:
@@ -278,7 +285,7 @@ def _targets_of_models(flags: dict[str, Any]) -> tuple[str, list[Target]]:
 
 def _checked_url(url: str | None) -> str:
     if not url:
-        raise click.UsageError("--url is not given")
+        raise click.UsageError("give --url, or --tenants with a file that has the server's URL and keys")
     check_url(url, "--url")
     return url
 

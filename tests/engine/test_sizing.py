@@ -281,7 +281,6 @@ def test_further_layers_take_as_long_as_the_measured_ones(tiny: Path, monkeypatc
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--gpu", "h900"], "--gpu: expected one of a10, a100-40gb"),
         (
             ["--gpu", "l4", "--gpu-memory-utilization", "0.65"],
             "--gpu-memory-utilization: the model does not fit: 0.65 of this L4's 23034 MiB",
@@ -298,6 +297,12 @@ def test_what_cannot_be_served_is_one_line(eight_billion: Path, flags: list[str]
     found = CliRunner().invoke(main, ["size", "--model", str(eight_billion), *flags])
     assert found.exit_code == 1
     assert message in found.output
+
+
+def test_an_unknown_gpu_is_a_wrong_command_line(eight_billion: Path) -> None:
+    found = CliRunner().invoke(main, ["size", "--model", str(eight_billion), "--gpu", "h900"])
+    assert found.exit_code == 2
+    assert "--gpu: expected one of a10, a100-40gb" in found.output
     assert len(found.output.strip().splitlines()) == 1
 
 

@@ -119,6 +119,8 @@ def test_help_takes_no_second():
         (("bench", "--models", "a", "--url", "http://127.0.0.1:9", "--json", "/no/such/x.json"), "no folder /no/such"),
         (("tenant", "list", "--gateway", "localhost", "--admin-key", "k"), "--gateway: expected a URL like"),
         (("bench", "--tenants", "/no/such/file.json"), "/no/such/file.json"),
+        (("bench", "--tenants", "/dev/null"), "--tenants: cannot read /dev/null: "),
+        (("tenant", "create", "x", "--priority", "11"), "'--priority': expected a whole number from 0 to 9; got 11"),
         (("engine", "--model", "x", "--max-loras", "4"), "is vLLM's: use --adapter-memory"),
         (("engine", "--model", "x", "--enable-lora"), "is vLLM's: leave it out"),
         (("engine", "--model", "x", "--lora-modules", '{"name": "a"}'), "is neither name=path nor"),

@@ -50,9 +50,12 @@ def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None
         load = {name: flags.pop(name) for name in named}
         config = EngineConfig(**flags | {"model": model})
         with needs_extra("engine"):
+            from engine.gpus import GPUS
             from engine.sizing import estimate
             from engine.sizing_speed import ExpectedLoad
         asked = ExpectedLoad(**load, streams=streams)
+        if gpu is not None and gpu not in GPUS:
+            raise click.UsageError(f"--gpu: expected one of {', '.join(GPUS)}; got {gpu!r}")
         found = estimate(config, gpu, asked)
     if as_json:
         print_json(asdict(found.memory) | asdict(found.throughput))

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from loraplex.commands.config_options import WholeNumber
 from loraplex.commands.output import BUDGETS, limits_text, moment, print_table
 from loraplex.commands.values import NO_LIMIT, Money, Number, SecondsOrNone, Shares, Words
 from wire.money import exact_money
@@ -62,7 +63,7 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Choice(["refuse", "shorten"]),
             help="Refuse a request that exceeds the remaining tokens, or shorten its answer.",
         ),
-        click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
+        click.option("--priority", type=WholeNumber(0, 9), help="Priority from 0 (served first) to 9 (shed first)."),
         click.option(
             "--ttft-target",
             type=SecondsOrNone(),

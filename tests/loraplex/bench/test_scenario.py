@@ -245,6 +245,24 @@ def test_a_missing_file(tmp_path):
         Scenario(tmp_path / "none.toml")
 
 
+@pytest.mark.usefixtures("starts_servers")
+def test_a_key_of_another_tenant_is_named(tmp_path):
+    (tmp_path / "s.toml").write_text(GOOD)
+    tenants = [{"name": name, "api_key": f"lpx_{name}", "models": ["a0"]} for name in ("acme", "flood")]
+    (tmp_path / "demo.json").write_text(json.dumps({"gateway": "http://127.0.0.1:9", "tenants": tenants}))
+    flags = ("--scenario", str(tmp_path / "s.toml"), "--tenants", str(tmp_path / "demo.json"))
+    done = CliRunner().invoke(main, ("bench", *flags))
+    assert [line for line in done.stderr.splitlines() if "key of" in line] == ["quiet sends with the key of acme"]
+    assert "lpx_" not in done.stderr
+
+
+def test_a_scenario_without_a_server_names_both_ways_to_give_one(tmp_path):
+    (tmp_path / "s.toml").write_text(GOOD)
+    done = CliRunner().invoke(main, ("bench", "--scenario", str(tmp_path / "s.toml")))
+    says = "give --url, or --tenants with a file that has the server's URL and keys"
+    assert (done.exit_code, done.stderr) == (2, f"Error: {says}\n")
+
+
 def test_a_tenant_without_a_key_is_named_by_line(tmp_path):
     (tmp_path / "s.toml").write_text(GOOD)
     tenants = [{"name": "acme", "api_key": "lpx_a", "models": ["a0"]}]

@@ -240,7 +240,7 @@ async def test_usage_of_one_tenant_of_all_and_by_a_tenant_itself(run: Run, gatew
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tenant", "create", "x", "--priority", "10"), "priority: expected an integer of at most 9."),
+        (("tenant", "create", "x", "--requests-per-minute", "20M"), "requests_per_minute: expected an integer"),
         (("tenant", "create", "x", "--model-limits", '{"m": {"weight": 1}}'), "model_limits.m.weight: there is no"),
         (("tenant", "create", "x", "--model-limits", '{"m": {}}'), "a new tenant has no model 'm', only: base."),
         (("tenant", "suspend", "nobody"), "There is no tenant 'nobody'."),
