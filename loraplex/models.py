@@ -34,7 +34,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _CONVERSION_PACKAGES = ("gguf", "numpy", "torch")
 
 CHECKSUMS = "checksums.json"
-# Stored with the checksums: a folder made by an older converter is converted again.
+# Stored with the checksums: a folder of another number is converted again. Raise it if the weights change.
 CONVERTER_VERSION = 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*"]

@@ -109,8 +109,11 @@ class InFlight:
             raise QueueFull(message, retry_after=1)
         # A tenant's only sequence may take the last place.
         is_only = own + count == 1
-        leaves_first_places = is_only or placed + count <= total - total // FIRST_PLACES
-        if tenant_id and not (leaves_first_places and self._places.has_room(tenant_id, count, leaves_room=not is_only)):
+        kept = 0 if is_only or not tenant_id else total // FIRST_PLACES
+        if placed + count > total - kept:
+            message = f"{placed} of {total} places are in use; {kept} are for tenants' first sequences."
+            raise QueueFull(message, retry_after=1)
+        if tenant_id and not self._places.has_room(tenant_id, count, leaves_room=not is_only):
             message = (
                 f"{own} of your requests are in flight here already; {count} more would leave too few places to other "
                 "tenants."

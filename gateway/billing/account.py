@@ -194,7 +194,7 @@ class Account:
             self.rate_end.by_engine = progress.ended_by_allowance is True
         counts = read_usage(event) or (None if progress is None else progress.usage)
         if counts is not None:
-            self._count(self.limits.checked(counts))
+            self._count(counts := self.limits.checked(counts))
         if counts is None or counts.completion_tokens is None:
             # vLLM may send no counts before its last event, a server impossible ones: a piece of text is one token.
             self.set_completion(self.completion_tokens + sum(choice.has_text for choice in choices))

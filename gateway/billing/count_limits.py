@@ -21,10 +21,16 @@ class CountLimits(NamedTuple):
         return cls(asked.prompt_tokens + TEMPLATE_TOKENS, max_tokens * asked.choices)
 
     def checked(self, counts: Usage) -> Usage:
-        """Return an engine's counts, with None for a prompt that is too large. Others are cut to their limits."""
+        """Return an engine's counts, with None for those that no request can have.
+
+        These are a prompt or a completion without tokens, and a prompt that is too large, with its cached tokens. A
+        completion and cached tokens that are too many are cut to their limits.
+        """
         prompt, completion, cached = counts
+        if prompt is not None and not 1 <= prompt <= self.prompt:
+            prompt = cached = None
         return Usage(
-            prompt if prompt is None or prompt <= self.prompt else None,
-            None if completion is None else min(completion, self.completion),
+            prompt,
+            min(completion, self.completion) if completion else None,
             cached if cached is None or prompt is None else min(cached, prompt),
         )

@@ -43,7 +43,8 @@ class EngineTokenizer:
 
         Raises BadRequest for a conversation that the chat template refuses, TextTooLong for more tokens than the
         context, of which millions would take some hundred MB here, NoEngine if no engine answers. An answer with more
-        tokens than the body has bytes is none, and a prompt is too long only if no other engine counts it.
+        tokens than the body has bytes is none, and a prompt is too long only if two engines say so, or one while no
+        other counts it.
         """
         most, num_too_long = TEMPLATE_TOKENS + _size(body), 0
         for engine in self._engines(base):

@@ -63,12 +63,13 @@ class FreeAttemptLog:
         self._digest = digest
         self._limits = limits
         self.reported = Reported()
+        self._is_ours = False
 
     def queued(self, seconds: float) -> None:
         pass
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
-        pass
+        self._is_ours = engine.address.traits.has_usage_log
 
     def unsent(self) -> None:
         pass
@@ -83,7 +84,8 @@ class FreeAttemptLog:
 
     def observe_answer(self, answer: Fields) -> None:
         """Read the numbers of computed tokens, which the fair share counts. Raises AdapterMismatch."""
-        if (progress := decode_progress(answer)) is not None:
+        # Only our engines report their progress.
+        if self._is_ours and (progress := decode_progress(answer)) is not None:
             self.observe_receipt(progress.adapter_digest)
         if (usage := read_usage(answer)) is not None:
             prompt, completion, cached = self._limits.checked(usage)

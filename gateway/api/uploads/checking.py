@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 ROOT = Path(adapters.__file__).parent.parent
 # Concurrent checks: quick ones of tenants, long ones and those of busy tenants, and the operator's.
 QUICK_CHECKS, LONG_CHECKS, OPERATORS_CHECKS = 2, 1, 1
-# A quick check that takes longer by the clock is killed, and begins again as a long one, so that another tenant's small
-# upload does not wait for it. A larger upload is long from the start. An archive of a few MiB may become 2 GiB.
-QUICK_SECONDS, QUICK_BYTES = 2.0, 256 << 20
+# A quick check that uses more CPU time is ended by the kernel, and begins again as a long one, so that another tenant's
+# small upload does not wait for it. A larger upload is long from the start. An archive of a few MiB may become 2 GiB.
+QUICK_CPU_SECONDS, QUICK_BYTES = 2, 256 << 20
 MEMORY_BYTES = 512 << 20
 # A check reads, hashes and writes an adapter; measured: 150 to 300 MB a second and core.
 CPU_SECONDS, CPU_BYTES_PER_SECOND = 10, 20_000_000
@@ -47,8 +47,8 @@ CLOCK_FACTOR = 6
 # ordinary check takes 0.01 s, so busy tenants send expensive uploads.
 BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
 # Limit of the CPU time that the checks of a tenant's refused uploads have used recently. An ordinary refusal takes
-# 0.003 s, the most expensive one 1 to 2 s, and a tenant's checks run one after the other: without the limit, the fifth
-# expensive upload was refused after 20 s.
+# 0.003 s, the most expensive one 1 to 2 s, and a tenant's checks run one after the other, but for a quick and a long
+# one: without the limit, the fifth expensive upload was refused after 20 s.
 REFUSED_SECONDS = 1.5
 # Time limit for the end of a killed check.
 KILL_SECONDS = 5.0
@@ -81,7 +81,7 @@ class Candidates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TakesLong(Exception):
-    """A quick check was killed because it took too long."""
+    """A quick check has used up its CPU time."""
 
 
 class Checker:
@@ -112,7 +112,7 @@ class Checker:
             return await self._check_in(self._operators, owner, place, run)
         if num_bytes <= QUICK_BYTES and self._used.of(owner) <= BUSY_SECONDS:
             with suppress(_TakesLong):
-                return await self._check_in(self._quick, owner, place, partial(run, QUICK_SECONDS))
+                return await self._check_in(self._quick, owner, place, partial(run, QUICK_CPU_SECONDS))
         return await self._check_in(self._long, owner, place, run)
 
     async def _check_in(
@@ -135,9 +135,12 @@ class Checker:
             raise TooManyRefusedUploads(max(1, math.ceil(HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
 
     async def _run(
-        self, folder: Path, owner: str, candidates: Candidates, num_bytes: int, quick_seconds: float = math.inf
+        self, folder: Path, owner: str, candidates: Candidates, num_bytes: int, quick_seconds: int | None = None
     ) -> Checked:
-        """Run a check in a child process. num_bytes: size of the upload. Raises _TakesLong after `quick_seconds`."""
+        """Run a check in a child process.
+
+        num_bytes: size of the upload. quick_seconds: CPU time of a quick check, beyond which _TakesLong is raised.
+        """
         cpu_seconds = CPU_SECONDS + num_bytes // CPU_BYTES_PER_SECOND
         seconds = CLOCK_FACTOR * cpu_seconds
         job = {
@@ -147,14 +150,14 @@ class Checker:
             "max_bytes": self._max_bytes,
             "memory_bytes": MEMORY_BYTES,
             "file_bytes": self._max_bytes + (4 << 20),
-            "cpu_seconds": cpu_seconds,
+            "cpu_seconds": cpu_seconds if quick_seconds is None else quick_seconds,
             "seconds": seconds,
         }
         began, cpu_used, failure, is_refused = time.monotonic(), None, None, True
         try:
-            code, out = await self._client.run(json.dumps(job).encode(), min(seconds, quick_seconds))
-            if code == -signal.SIGALRM and quick_seconds < seconds:
-                is_refused = False
+            code, out = await self._client.run(json.dumps(job).encode(), seconds)
+            if code == -signal.SIGXCPU and quick_seconds is not None:
+                cpu_used, is_refused = quick_seconds, False
                 raise _TakesLong
             answer: dict[str, Any] = json.loads(out) if code == 0 else {}
             cpu_used = answer.pop("cpu_seconds", None)

@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import ClientResponse
 from msgspec import Meta, Struct
 
+from gateway.fleet.calls.answers import MAX_TOKENS
 from gateway.fleet.calls.call import Call
 from gateway.fleet.engines.engine import EngineRecord, EngineState
 from gateway.fleet.engines.traits import OPENAI_REQUEST_ERRORS, OwnFields, Traits
@@ -129,7 +130,7 @@ class Vllm(ForeignKind):
         metrics = await self._read_metrics(engine, url)
         counts = {"running": 0, "waiting": 0}
         for name, count in REQUESTS.findall(metrics):
-            counts[name.decode()] += as_count(count)
+            counts[name.decode()] = min(MAX_TOKENS, counts[name.decode()] + as_count(count))
         plugin = labels(PLUGIN, metrics)
         return Server(
             version,

@@ -32,6 +32,11 @@ CASES: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
     ({"prompt_tokens": HI_TOKENS + TEMPLATE_TOKENS + 1}, (HI_TOKENS, 0, MAX_TOKENS)),
     ({"prompt_tokens": 2**70, "completion_tokens": 2**70}, (HI_TOKENS, 0, MAX_TOKENS)),
     ({"completion_tokens": 10**9}, (PROMPT_TOKENS, 0, MAX_TOKENS)),
+    ({"prompt_tokens": 0, "completion_tokens": 0}, (HI_TOKENS, 0, MAX_TOKENS)),
+    (
+        {"prompt_tokens": HI_TOKENS + 2 * TEMPLATE_TOKENS, "prompt_tokens_details": {"cached_tokens": TEMPLATE_TOKENS}},
+        (HI_TOKENS, 0, MAX_TOKENS),
+    ),
     ({"prompt_tokens_details": {"cached_tokens": 10**9}}, (PROMPT_TOKENS, PROMPT_TOKENS, MAX_TOKENS)),
     ({"prompt_tokens_details": {"cached_tokens": -3}}, (PROMPT_TOKENS, 0, MAX_TOKENS)),
 ]
