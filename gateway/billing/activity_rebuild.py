@@ -33,7 +33,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.billing.activity_writer import COLUMNS, Series, series_of
+from gateway.billing.activity_writer import COLUMNS, MIXTURES, Series, series_of
 from gateway.billing.end_user_rebuild import EndUserRebuild
 from gateway.records.activity import tables as charts
 from gateway.records.activity.tables import ACTIVITY, BOUNDS, STATUSES, activity_series
@@ -170,7 +170,7 @@ def _sums_of_rows(dialect: str, level: int, kind: int) -> TextClause:
     keys: dict[str, ColumnElement[Any]] = {
         **({"tenant_id": usage.c.tenant_id} if kind in (charts.TENANT, charts.MODEL, charts.OWN_BASE) else {}),
         **(
-            {"name": case((mixed, charts.MIXTURES), else_=model)}
+            {"name": case((mixed, MIXTURES), else_=model)}
             if kind in (charts.MODEL, charts.OWN_BASE, charts.BASE)
             else {}
         ),

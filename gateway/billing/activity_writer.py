@@ -16,7 +16,6 @@ from gateway.records.activity.tables import (
     BOUNDS,
     ENGINE,
     LATENCY,
-    MIXTURES,
     MODEL,
     OWN_BASE,
     STATUSES,
@@ -27,6 +26,8 @@ from gateway.records.activity.tables import (
 )
 from gateway.usage_row import UsageRow
 
+# Common name of a tenant's mixtures, because a tenant can make any number of them. No adapter can have this name.
+MIXTURES = "(mixtures)"
 # Maximum number of series that this process remembers to be in the database.
 MAX_KNOWN = 50_000
 

@@ -8,8 +8,6 @@ from gateway.records.sql.schema import metadata
 # base model; of all tenants to a base model. Each request is in one series of its tenant, of its engine and of its
 # model; a request to a base model is in both kinds of the model.
 TENANT, MODEL, ENGINE, OWN_BASE, BASE = 1, 2, 3, 4, 5
-# Common name of a tenant's mixtures, because a tenant can make any number of them. No adapter can have this name.
-MIXTURES = "(mixtures)"
 STATUSES = ("ok", "cancelled", "revoked", "limited", "refused", "error", "abandoned")
 SUMMED = (
     "requests",

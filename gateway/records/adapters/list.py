@@ -21,7 +21,6 @@ from gateway.records.adapters.list_uses import (
     uses_of,
     uses_of_series,
 )
-from gateway.records.adapters.mixture_uses import unmixed, uses_in_mixtures
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import (
     adapter_aliases,
@@ -82,8 +81,7 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     version, state, digest, rank, num_bytes, created_at, pinned: values of the version of `latest`, or of the newest
     version if `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of
     versions on record. base: digest of the weights that the version is bound to. base_id: its base model; None for the
-    first. requests: within RECENT. last_used: start of the hour or day of the last request within KNOWN. Both include
-    requests to mixtures with this adapter; the orders by use do not.
+    first. requests: within RECENT. last_used: start of the hour or day of the last request within KNOWN.
     """
 
     tenant_id: str
@@ -141,8 +139,7 @@ class AdapterList:
         if criteria.idle_days is not None:
             used = used_in(now, criteria.idle_days, criteria.tenant_id)
             same = and_(used.c.tenant_id == listed.c.tenant_id, used.c.model == listed.c.name)
-            is_old = adapters.c.created_at <= now - timedelta(days=criteria.idle_days)
-            old = select(adapters.c.id).where(is_old, unmixed(now, criteria.idle_days, self._database.dialect))
+            old = select(adapters.c.id).where(adapters.c.created_at <= now - timedelta(days=criteria.idle_days))
             query = query.outerjoin(used, same).where(used.c.model.is_(None), listed.c.id.in_(old))
             counted = select(func.count()).select_from(query.subquery())
         if sort in BY_USE:
@@ -175,7 +172,6 @@ class AdapterList:
             conditions.append(_found_by(criteria.search.lower(), criteria.tenant_id, now))
         if criteria.idle_days is not None:
             conditions += unused(now, criteria.idle_days)
-            conditions.append(unmixed(now, criteria.idle_days, self._database.dialect))
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": last_use(now), "requests": recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
@@ -326,8 +322,6 @@ async def _complete(
     else:
         found = await connection.execute(select(uses_of(now, None, rows)))
         uses = {(use.tenant_id, use.model): Use(use.requests, use.last_used) for use in found}
-    for adapter, use in (await uses_in_mixtures(connection, now, [row.id for row in rows])).items():
-        uses[adapter] = uses.get(adapter, Use()).plus(use)
     return [_read(row, numbers.get(row.id, 0), uses.get((row.tenant_id, row.name), Use())) for row in rows]
 
 

@@ -28,11 +28,6 @@ class Use(NamedTuple):
     requests: int = 0
     last_used: datetime | None = None
 
-    def plus(self, other: "Use") -> "Use":
-        """Return the use of both together."""
-        times = [at for at in (self.last_used, other.last_used) if at is not None]
-        return Use(self.requests + other.requests, max(times, default=None))
-
 
 async def most_used(
     connection: AsyncConnection, number: ColumnElement[int], sort: str, window: tuple[int, int], now: datetime

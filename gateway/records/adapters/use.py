@@ -5,7 +5,6 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import (
-    ColumnElement,
     CompoundSelect,
     Row,
     String,
@@ -13,7 +12,6 @@ from sqlalchemy import (
     and_,
     cast,
     func,
-    literal,
     literal_column,
     or_,
     select,
@@ -21,7 +19,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.adapters.mixture_uses import has_part
 from gateway.records.requests.rows_of_owner import in_order, owned
 from gateway.records.sql.database import Database
 from gateway.records.sql.sums import int_sum
@@ -50,7 +47,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AdapterUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Use of an adapter within the last day, the most requests first. Requests to mixtures count for each part.
+    """Use of an adapter within the last day, the most requests first.
 
     is_partial: whether users and versions leave out requests beyond the tenant's SCANNED newest.
     """
@@ -97,7 +94,7 @@ class AdapterUses:
             columns = (usage.c[each] for each in ("model", "end_user", "version", *SUMS[1:]))
             # Further rows may have the time of the horizon.
             read = in_order(dialect, select(*columns).where(*within), index, 2 * SCANNED)
-            found = (await connection.execute(_newest_uses(read, name, dialect))).all()
+            found = (await connection.execute(_newest_uses(read, name))).all()
         users, versions = ([row for row in found if row.kind == kind] for kind in (USERS, VERSIONS))
         return AdapterUse(
             keys=keys,
@@ -136,8 +133,7 @@ class AdapterUses:
 
 async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: datetime) -> list[Use]:
     hours = usage_hourly
-    is_used = _is_used(hours.c.model, name, connection.dialect.name)
-    which = and_(hours.c.tenant_id == tenant_id, is_used, hours.c.hour > since)
+    which = and_(hours.c.tenant_id == tenant_id, hours.c.model == name, hours.c.hour > since)
     sums = (int_sum(hours.c[each]).label(each) for each in SUMS)
     query = (
         select(hours.c.key_id, api_keys.c.label, *sums)
@@ -151,17 +147,12 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
     return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
 
 
-def _is_used(model: ColumnElement[str], name: str, dialect: str) -> ColumnElement[bool]:
-    """Return the condition that a model is the adapter or a mixture with it."""
-    return or_(model == name, has_part(model, literal(name), dialect))
-
-
-def _newest_uses(read: Subquery, name: str, dialect: str) -> CompoundSelect[Any]:
+def _newest_uses(read: Subquery, name: str) -> CompoundSelect[Any]:
     """Select the requests of an adapter by end user and by version, without NULL, among a tenant's newest rows.
 
     A single statement reads the rows only once.
     """
-    newest = select(read).where(_is_used(read.c.model, name, dialect)).cte("newest")
+    newest = select(read).where(read.c.model == name).cte("newest")
     parts = []
     for kind, column in ((USERS, newest.c.end_user), (VERSIONS, newest.c.version)):
         sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]

@@ -212,34 +212,6 @@ async def test_use_is_that_of_the_tenants_own_name(catalog: Catalog, acme: Tenan
     assert await names(adapters, sort="last_used", descending=True, limit=2) == ["acme/pirate", "acme/old"]
 
 
-@pytest.mark.parametrize("filtered", [{}, {"rank": 8}])
-async def test_a_mixture_is_a_use_of_its_parts_alone(
-    catalog: Catalog, acme: Tenant, globex: Tenant, database: Database, filtered: dict[str, Any]
-):
-    """The second filter also reads versions."""
-    adapters, now = AdapterList(database), datetime.now(UTC)
-    made = [(acme, "a"), (acme, "b"), (acme, "a_"), (acme, "aa"), (globex, "a")]
-    for number, (tenant, name) in enumerate(made, 1):
-        await add(catalog, tenant, name, number)
-    async with database.write() as connection:
-        await connection.execute(update(adapters_table).values(created_at=now - timedelta(days=40)))
-    own = {"tenant_id": acme.id, "tenant": "acme", "adapter_digest": "d"}
-    sent = [("a*0.5+b*0.5", 0), ("a*0.5+b*0.5", 1), ("b*1+c*-1", 3), ("a", 2), ("b*2", 24 * 20), ("aa*2", 24 * 20)]
-    await UsageWriter(database).write(
-        [row(f"r{i}", **own, model=model, created_at=now - timedelta(hours=age)) for i, (model, age) in enumerate(sent)]
-    )
-    page = await adapters.page(ListFilter(**filtered), sort="name")
-    assert {(each.tenant, each.name): each.requests for each in page.adapters} == {
-        ("acme", "a"): 3, ("acme", "b"): 3, ("acme", "a_"): 0, ("acme", "aa"): 0, ("globex", "a"): 0,
-    }  # fmt: skip
-    used = {(each.tenant, each.name): each.last_used for each in page.adapters}
-    assert used["acme", "a"] == used["acme", "b"] == now.replace(minute=0, second=0, microsecond=0)
-    assert used["acme", "aa"] == (now - timedelta(days=20)).replace(hour=0, minute=0, second=0, microsecond=0)
-    assert used["acme", "a_"] is used["globex", "a"] is None
-    for days, idle in ((30, ["acme/a_", "globex/a"]), (10, ["acme/a_", "acme/aa", "globex/a"])):
-        assert sorted(await names(adapters, ListFilter(idle_days=days, **filtered))) == idle
-
-
 @pytest.mark.parametrize("sort", ["name", "requests"])
 # The second filter also reads versions.
 @pytest.mark.parametrize("filtered", [{}, {"rank": 8}])

@@ -54,20 +54,6 @@ async def test_users_and_versions_are_those_of_the_newest_requests(
     assert found.is_partial == (scanned <= 40)
 
 
-async def test_requests_to_mixtures_are_uses_of_each_part(database: Database, acme: Tenant):
-    at = datetime.now(UTC)
-    sent = ("pirate*0.5+json*0.5", "json*1+pirate*-1", "pirate", "pirates*2", "a-pirate*2", "json")
-    await UsageWriter(database).write(
-        [
-            row(f"r{i}", tenant_id=acme.id, model=model, key_id="k1", end_user="ann", created_at=at, cost=2**i)
-            for i, model in enumerate(sent)
-        ]
-    )
-    found = await AdapterUses(database).of(acme, "pirate")
-    assert [(use.id, use.requests, use.cost) for use in found.keys] == [("k1", 3, 7)]
-    assert numbers(found.users) == [("ann", 3, 7)]
-
-
 async def test_changes_are_found_however_many_other_tenants_make(
     database: Database, acme: Tenant, monkeypatch: pytest.MonkeyPatch
 ):
