@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from gateway.records.sql.tables import tenants
 from gateway.records.tenants.list import Sort, TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.rows import row
-from testing.gateway.running import Answer, until
+from testing.gateway.running import Answer, change_database, until
 from tests.gateway.api.adapters.test_adapters import files, push
 
 
@@ -48,6 +49,25 @@ async def test_the_page_shows_the_tenant_at_a_glance(serve: Any, monkeypatch: py
             return all(re.search(pattern, page, re.DOTALL) for pattern in shown.values())
 
         await until(is_complete)
+
+
+async def test_only_an_adapter_of_more_than_30_days_is_not_used_for_30_days(serve: Any, tmp_path: Path):
+    """An adapter that was pushed a minute ago was shown as not used for 30 days."""
+    async with serve() as gateway, gateway.browser() as browser:
+        acme = await gateway.tenant("acme")
+        for name in ("new", "old"):
+            assert (await push(acme, name, files(1))).status == 201
+        long_ago = datetime.now(UTC) - timedelta(days=31)
+        await change_database(
+            tmp_path, "UPDATE adapters SET created_at = ? WHERE name = 'old'", long_ago.strftime("%F %T.%f")
+        )
+        for path in ("/admin/tenants/acme", "/admin/adapters"):
+            rows = text(await browser.get(path)).split("<tr>")
+            [old], [new] = ([each for each in rows if f"/adapters/{name}" in each] for name in ("old", "new"))
+            assert "not for 30 days" in old
+            assert "never used" not in old
+            assert re.search(r"never used<small[^>]*>made <time[^>]*>(now|\d+ s ago)<", new), new
+            assert "not for 30 days" not in new
 
 
 async def _page(gateway: Any, browser: Any, name: str) -> Answer:
