@@ -73,8 +73,7 @@ class Account:
             self.hold.weight = asked.weights.completion
         self.rate_end = RateEnd()
         # Indices of the choices with an event, and of those that have ended.
-        self.begun_choices: set[int] = set()
-        self.ended_choices: set[int] = set()
+        self.begun_choices, self.ended_choices = set[int](), set[int]()
         self.used_engines = UsedEngines()
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         # Whether the engine has reported counts, of cached tokens and of the completion, that a request can have.
@@ -198,6 +197,8 @@ class Account:
         if counts is None or counts.completion_tokens is None:
             # vLLM may send no counts before its last event, a server impossible ones: a piece of text is one token.
             self.set_completion(self.completion_tokens + sum(choice.has_text for choice in choices))
+            if self.is_whole:
+                self.limits = self.limits.of_answer(event)
         self._progressed()
         for choice in choices:
             index = choice.index if choice.index in range(self.choices) else 0
@@ -218,11 +219,10 @@ class Account:
 
     def charge(self, final: FinishedRequest | None) -> Charge:
         """Return the charge of the request. final: the engine's final count, if the answer was not read to the end."""
-        received = self.used
         known = None if final is None else Used(final.prompt_tokens, final.completion_tokens, final.cached_tokens)
         if final is not None:
             self.finish_reason = self.finish_reason or final.finish_reason
-        return charge(self.ending, self.asked_prompt, received, known, self.weights)
+        return charge(self.ending, self.asked_prompt, self.used, known, self.weights)
 
     def row(self, charged: Charge, ended: float) -> UsageRow:
         """Return the usage row. ended: on the clock of `arrived`."""

@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from gateway.billing.inference_request import InferenceRequest
-from gateway.fleet.calls.answers import Usage
+from gateway.fleet.calls.answer_text import most_tokens
+from gateway.fleet.calls.answers import Fields, Usage
 
 # Tokens by which a server's chat template may exceed the gateway's, for example by a system prompt of its own.
 TEMPLATE_TOKENS = 1024
@@ -19,6 +20,10 @@ class CountLimits(NamedTuple):
     def of(cls, asked: InferenceRequest, max_tokens: int) -> "CountLimits":
         """Return a request's limits. max_tokens: granted for a choice."""
         return cls(asked.prompt_tokens + TEMPLATE_TOKENS, max_tokens * asked.choices)
+
+    def of_answer(self, answer: Fields) -> "CountLimits":
+        """Return the limits of a request that a whole answer without a usable count has ended."""
+        return self._replace(completion=min(self.completion, most_tokens(answer)))
 
     def checked(self, counts: Usage) -> Usage:
         """Return an engine's counts, with None for those that no request can have.

@@ -98,6 +98,43 @@ async def test_a_whole_answer_without_a_count_is_not_free(
         await until(lambda: billed(acme, (1, PROMPT_TOKENS, 2)))
 
 
+@pytest.mark.parametrize(
+    ("is_chat", "choices", "most"),
+    [
+        (False, [{"text": "Hi"}, {"text": "é"}], 3 + 3),
+        (True, [{"message": {"content": "Hi", "reasoning": "ah", "tool_calls": None}}], 5),
+        # Log-probabilities are no text.
+        (False, [{"text": "Hi", "logprobs": {"tokens": ["Hi"] * 50}}], 3),
+        (False, [{"text": "x" * 2**20}], 100),
+    ],
+)
+async def test_a_whole_answer_without_a_count_has_at_most_a_token_for_each_byte_of_its_text(
+    is_chat: bool,
+    choices: list[dict[str, Any]],
+    most: int,
+    tmp_path: Path,
+    model_dir: Path,
+    redis_url: str,
+    migrated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A slow server's answer of a word was billed like one of `max_tokens`."""
+
+    async def answer(_: VllmDouble, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
+        ended = [{"index": number, "finish_reason": "stop", **choice} for number, choice in enumerate(choices)]
+        counts = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": 0}
+        return web.json_response({**vllm_double.envelope(body), "choices": ended, "usage": counts})
+
+    monkeypatch.setattr(VllmDouble, "_answer", answer)
+    monkeypatch.setattr(estimates, "FIRST_SPEED", 1e6)
+    async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, _):
+        acme = await gateway.tenant("acme")
+        ask = acme.chat if is_chat else acme.complete
+        got = await ask(max_tokens=100, n=len(choices))
+        assert got.json["usage"]["completion_tokens"] == most
+        await until(lambda: billed(acme, (1, PROMPT_TOKENS, most)))
+
+
 async def test_only_our_engines_report_their_progress(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, monkeypatch: pytest.MonkeyPatch
 ):
