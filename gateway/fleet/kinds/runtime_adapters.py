@@ -29,6 +29,7 @@ from gateway.fleet.kinds.unloading import victims
 from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name
 from wire.errors import BadRequest
+from wire.escaping import escaped
 from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ TENANT_LOADS = 2
 # A failed load is not repeated for this time, in seconds, however many requests need it. Number of failures kept.
 FAILURE_SECONDS, MAX_FAILURES = 5.0, 1024
 LOAD_TIMEOUT = ClientTimeout(total=120.0)
+# Characters of an engine's message in the log.
+MAX_LOGGED = 500
 
 
 class AdapterApi(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,8 +237,8 @@ class RuntimeAdapters:
 
 
 def _message(answer: bytes) -> str:
-    """Return the engine's message, for the log."""
-    return read_detail(answer).message or answer[:500].decode(errors="replace")
+    """Return the beginning of the engine's message, for the log."""
+    return escaped(read_detail(answer).message or answer[:MAX_LOGGED].decode(errors="replace"), MAX_LOGGED)
 
 
 class Load:

@@ -89,7 +89,7 @@ class Vllm(ForeignKind):
         unload="/v1/unload_lora_adapter",
         is_loaded=lambda status, body, _: status == 200 or (status == 400 and b"already been loaded" in body),
         is_unloaded=lambda status, *_: status in (200, 404),
-        rank_refusal=re.compile(rb"greater than max_lora_rank\s+(\d+)"),
+        rank_refusal=re.compile(rb"greater than max_lora_rank\s+(\d{1,9})\b"),
     )
 
     def __init__(self, services: Services) -> None:

@@ -74,15 +74,22 @@ async def test_a_load_is_tried_again_after_some_time_and_a_restart_ends_the_limi
     await until(is_accepted)
 
 
-async def test_another_failure_of_a_load_is_not_repeated_either(both: tuple[Gateway, VllmDouble]):
+@pytest.mark.parametrize("reason", ["no space left\n" * 1000, f"greater than max_lora_rank {'9' * 5000}"])
+async def test_another_failure_of_a_load_is_not_repeated_either(
+    reason: str, both: tuple[Gateway, VllmDouble], caplog: pytest.LogCaptureFixture
+):
+    """A number of more digits than Python reads was an internal error."""
     gateway, vllm = both
     acme = await gateway.tenant("acme")
     [name] = await adapters(acme, 1)
-    vllm.fail_loads = "no space left"
+    vllm.fail_loads = reason
     for _ in range(2):
         got = await acme.complete(model=name)
         assert (got.status, got.error["code"]) == (502, "engine_error")
     assert len(vllm.loads) == 1
+    [logged] = [each.getMessage() for each in caplog.records if "could not load adapter" in each.getMessage()]
+    assert logged.isprintable()
+    assert len(logged) < 1000
 
 
 @pytest.mark.parametrize("both", ["?max_rank=2"], indirect=True)
