@@ -14,6 +14,7 @@ from gateway.fleet.engines.engine import AdapterTier
 from gateway.fleet.routing.operator_prefetch import OperatorPrefetch
 from gateway.pages.adapters.subject import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
+from gateway.pages.widgets.audit_values import changes_of, clipped, sentence
 from gateway.pages.widgets.links import Links
 from gateway.pages.widgets.periods import read_period, segments_of
 from gateway.pages.widgets.states import TONES
@@ -298,14 +299,4 @@ def _what(change: Change) -> tuple[str, str]:
     detail, words = change.detail, ACTIONS.get(change.action, change.action)
     if change.action == "adapter.push":
         return words, f"version {detail.get('version')}"
-    if "targets" in detail or "before" in detail:
-        return words, " from ".join(_targets(detail[key]) for key in ("targets", "before") if detail.get(key))
-    return words, ", ".join(f"{key} {value}" for key, value in detail.items())
-
-
-def _targets(targets: Any) -> str:
-    if not isinstance(targets, list):
-        return str(targets)
-    total = sum(target.get("weight", 1) for target in targets) or 1
-    parts = (f"{target.get('version')} ({100 * target.get('weight', 1) / total:.4g} %)" for target in targets)
-    return f"version {', '.join(parts)}"
+    return words, clipped(sentence(changes_of(change.action, detail, None), "→"))

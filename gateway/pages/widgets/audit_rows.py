@@ -1,6 +1,6 @@
 """Table of the audit log, on the page of the whole log, on a tenant's page and in its console."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -8,13 +8,11 @@ from aiohttp import web
 
 from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.frame.frame import link
-from gateway.pages.widgets.forms import NO_LIMIT, TITLES, term_text, title_of
+from gateway.pages.widgets.audit_values import Change, changes_of, clipped, sentence
 from gateway.pages.widgets.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
 from gateway.records.audit import AuditEntry
-from wire.money import format_money
 
-AMOUNTS = ("input", "cached", "output")
-# Words for actions and for fields; others are shown by their names.
+# Words for actions; others are shown by their names.
 ACTIONS = {
     "adapter.alias": "Alias set",
     "adapter.alias_delete": "Alias deleted",
@@ -53,15 +51,6 @@ ACTIONS = {
     "webhook.delete": "Alert target deleted",
     "webhook.put": "Alert target saved",
 }
-FIELDS = {
-    "allowed_models": "Models",
-    "cached": "Cached input",
-    "expires_at": "Expires",
-    "inherit": "Inherited again",
-    "input": "Input",
-    "num_bytes": "Size",
-    "output": "Output",
-}
 COLUMNS = (
     Column("at", "Time", sortable=False),
     Column("action", "Action", sortable=False),
@@ -80,7 +69,7 @@ Entries = tuple[Sequence[AuditEntry], bool]
 
 
 class AuditRow(NamedTuple):
-    """Entry as the page shows it. changes: (field, earlier value or None, new value) in words."""
+    """Entry as the page shows it."""
 
     id: str
     at: datetime
@@ -91,7 +80,7 @@ class AuditRow(NamedTuple):
     actor_label: str | None
     address: str | None
     request_id: str | None
-    changes: Sequence[tuple[str, str | None, str]]
+    changes: Sequence[Change]
 
     @property
     def words(self) -> str:
@@ -99,8 +88,13 @@ class AuditRow(NamedTuple):
         return ACTIONS.get(self.action, "")
 
     @property
+    def shown(self) -> Sequence[Change]:
+        """Return the changes with their long values cut."""
+        return [(name, None if old is None else clipped(old), clipped(new)) for name, old, new in self.changes]
+
+    @property
     def text(self) -> str:
-        return "; ".join(f"{name}: {f'{old} -> ' if old is not None else ''}{new}" for name, old, new in self.changes)
+        return sentence(self.changes)
 
 
 def audit_table(request: web.Request, rows: Sequence[AuditRow], *, has_more: bool) -> Table:
@@ -133,12 +127,6 @@ async def _csv_pages(
 
 
 def audit_row(entry: AuditEntry) -> AuditRow:
-    before, changes = entry.before or {}, []
-    for name in {**before, **entry.detail}:
-        old, new = before.get(name), entry.detail.get(name)
-        if name not in before or old != new:
-            earlier = _text(name, old) if name in before else None
-            changes.append((FIELDS.get(name) or title_of(name), earlier, _text(name, new)))
     return AuditRow(
         entry.id,
         entry.at,
@@ -149,23 +137,5 @@ def audit_row(entry: AuditEntry) -> AuditRow:
         entry.actor_label,
         entry.address,
         entry.request_id,
-        changes,
+        changes_of(entry.action, entry.detail, entry.before),
     )
-
-
-def _text(name: str, value: Any) -> str:
-    """Return a value for people: money as money, no limit and nothing as `none`, a mapping as its entries."""
-    if isinstance(value, Mapping):
-        given = {key: each for key, each in value.items() if each is not None}
-        between = "; " if any(isinstance(each, Mapping) for each in given.values()) else ", "
-        return between.join(f"{_word(key)}: {_text(key, each)}" for key, each in given.items()) or NO_LIMIT
-    if name == "inherit":
-        return ", ".join(map(title_of, value))
-    if name in AMOUNTS and isinstance(value, int):
-        return format_money(value)
-    return term_text(name, value)
-
-
-def _word(key: str) -> str:
-    """Return the title of a field within a value; the name of a model as it is."""
-    return FIELDS.get(key) or (TITLES[key][0] if key in TITLES else key)
