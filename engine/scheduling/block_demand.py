@@ -8,6 +8,7 @@ tokens in 400 blocks computed twice the useful tokens. The expected peak is that
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 from engine.scheduling.kv_cache import KVCache
@@ -80,6 +81,11 @@ class BlockDemand:
         """Return the expected output tokens of a tenant's next answer, with a margin."""
         over_tenants = (PRIOR + self._sum) / (1 + len(self._answers))
         return MARGIN * self._answers.get(tenant_id, _Answers()).expected(over_tenants)
+
+    def further_blocks(self, requests: Sequence[Request]) -> int:
+        """Return the blocks that requests are expected to need beyond those that they hold."""
+        ends = [tokens - left for left, tokens in map(self._size, requests)]
+        return sum([ceil(end / self._block_size) - len(r.blocks) for end, r in zip(ends, requests, strict=True)])
 
     def begin_step(self) -> None:
         """Drop the sizes of the running requests, because each step changes them."""

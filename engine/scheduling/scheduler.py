@@ -26,7 +26,7 @@ from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import FairShareSnapshot
 from engine.scheduling.preemption_counts import PreemptionCounts
-from engine.scheduling.reclaim import find_page_victims, find_victims
+from engine.scheduling.reclaim import find_page_victims, find_victims, may_overcommit
 from engine.scheduling.request import FinishReason, Request, Status
 from engine.scheduling.seats import Seats
 from engine.scheduling.streams import Streams
@@ -310,14 +310,17 @@ class Scheduler:
         """
         if self._num_reclaimed >= RECLAIMED:
             return False
-        preemptible = self.policy.preemptible(request, self.running, self._clock(), keeps_blocks=not lacking[1])
-        victims = find_victims(request, preemptible, self.running, self.cache, lacking)
-        if victims is None:
-            return False
-        self._num_reclaimed += 1
-        for victim in victims:
+        running, keeps_blocks = self.running, lacking[0] > 0 and not lacking[1]
+        preemptible = self.policy.preemptible(request, running, self._clock(), keeps_blocks=keeps_blocks)
+        victims: list[Request] | None = []
+        if lacking != (0, 0):
+            victims = find_victims(request, preemptible, running, self.cache, lacking)
+        elif not may_overcommit(request, preemptible, running, self.cache, self._block_demand, self.policy):
+            victims = None
+        self._num_reclaimed += victims is not None
+        for victim in victims or ():
             self._preempt(victim, plan, request.tenant_id)
-        return True
+        return victims is not None
 
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
