@@ -98,19 +98,43 @@ async def poison(attacker: Attacker) -> None:
     attacker.note(f"{deaths} engines died")
 
 
+BANK: dict[str, Any] = {"place": "slow", "least_seconds": 40.0, "limits": {"tokens_per_minute": LIMIT}}
+
+
+def bank_opens(attacker: Attacker) -> float:
+    """Return the time at which `token-bank` and its honest use begin to use tokens (monotonic)."""
+    return attacker.began + 0.7 * (attacker.ends - attacker.began)
+
+
+async def use_tokens(attacker: Attacker) -> tuple[int, float]:
+    """Ask for an answer of HELD tokens. Return the tokens that it used and its end; 0 tokens if it is refused."""
+    answer = await attacker.complete("a", max_tokens=HELD, x_engine={"tokens": HELD})
+    used = answer.json["usage"]["total_tokens"] if answer is not None and answer.status == 200 else 0
+    return used, time.monotonic()
+
+
+@attack("token-burst", f"{LIMIT:,} tokens a minute, used at once without reservations before", shown=False, **BANK)
+async def burst(attacker: Attacker) -> None:
+    await attacker.pause(bank_opens(attacker) - time.monotonic())
+    while attacker.going:
+        used, _ = await use_tokens(attacker)
+        await attacker.pause(0.05 if used else 0.2)
+
+
+# Any tenant may use its limit at once; the reservations and their refunds are judged. The quiet round uses no more
+# tokens, because the limit is the same.
 @attack(
     "token-bank",
     f"{LIMIT:,} tokens a minute: reservations held without use, then given back and used at once",
-    place="slow",
-    least_seconds=40.0,
-    limits={"tokens_per_minute": LIMIT},
+    honest="token-burst",
+    **BANK,
 )
 async def bank(attacker: Attacker) -> None:
     """Reserve all free quota for most of the time, then end every request and use the refund."""
     holders = []
     held = {"model": attacker.target.base_model, "prompt": "a", "max_tokens": HELD, "stream": True}
     held["x_engine"] = {"tokens": 2, "delay": 600}
-    end = attacker.began + 0.7 * (attacker.ends - attacker.began)
+    end = bank_opens(attacker)
     while time.monotonic() < end:
         url = f"{attacker.target.url}/v1/completions"
         response = await attacker.session.post(url, json=held, headers=attacker.headers)
@@ -126,9 +150,9 @@ async def bank(attacker: Attacker) -> None:
         if holders:
             holders.pop().close()
             await asyncio.sleep(0.05)
-        answer = await attacker.complete("a", max_tokens=HELD, x_engine={"tokens": HELD})
-        if answer is not None and answer.status == 200:
-            used, last = used + answer.json["usage"]["total_tokens"], time.monotonic()
+        tokens, at = await use_tokens(attacker)
+        if tokens:
+            used, last = used + tokens, at
         elif not holders:
             await attacker.pause(0.2)
     promise = LIMIT * (1 + (last - began) / 60)
