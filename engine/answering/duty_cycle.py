@@ -1,6 +1,7 @@
 """Limit on the share of time that background jobs, such as a probe's forward passes, take while requests run."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +21,18 @@ class DutyCycle:
         self._ends_at = 0.0
 
     async def wait(self) -> None:
-        """Wait until the pause ends or the engine is idle, because then a job delays no request."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, self._ends_at - time.monotonic())):
-                await self._wait_idle()
+        """Wait until the pause ends or the engine is idle, because then a job delays no request.
+
+        The end of another job lengthens the pause meanwhile, but to no more than MAX_PAUSE_S from now.
+        """
+        now, waited_until = time.monotonic(), -math.inf
+        latest = now + MAX_PAUSE_S
+        while (ends_at := min(self._ends_at, latest)) > waited_until:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, ends_at - now)):
+                    await self._wait_idle()
+                    return
+            now, waited_until = time.monotonic(), ends_at
 
     @contextmanager
     def measure(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +66,38 @@ async def test_the_end_of_a_short_job_does_not_shorten_the_pause_after_a_longer_
     with duty_cycle.measure():
         clock[0] += 0.01
     assert duty_cycle._ends_at == ends_at
+
+
+async def test_the_end_of_another_job_lengthens_a_pause_that_has_begun(monkeypatch: pytest.MonkeyPatch):
+    """A probe waited for the pause that it found, and began in the pause after a longer job that ended meanwhile."""
+    clock, limits, has_begun, may_end = [1000.0], list[float](), asyncio.Semaphore(0), asyncio.Semaphore(0)
+    monkeypatch.setattr(duty_cycle_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    @asynccontextmanager
+    async def timeout(seconds: float) -> AsyncIterator[None]:
+        """Record the pause, which is over once the test says so."""
+        limits.append(seconds)
+        has_begun.release()
+        await may_end.acquire()
+        clock[0] += seconds
+        async with asyncio.timeout(0):
+            yield
+
+    monkeypatch.setattr(duty_cycle_module, "asyncio", SimpleNamespace(timeout=timeout))
+    duty_cycle, jobs = DutyCycle(SHARE, asyncio.Event().wait), [ExitStack(), ExitStack()]
+    for job in jobs:  # they have left their turns
+        job.enter_context(duty_cycle.measure())
+    with duty_cycle.measure():
+        clock[0] += 0.1
+    waiting = asyncio.create_task(duty_cycle.wait())
+    for job, seconds in zip(jobs, (0.4, 2.0), strict=True):
+        await asyncio.wait_for(has_begun.acquire(), 10)
+        clock[0] += seconds
+        job.close()
+        may_end.release()
+    may_end.release()
+    await waiting
+    assert limits == pytest.approx([0.9, 3.6, 0.0]), "to 5 s after the beginning, though the last job's pause is longer"
 
 
 async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch):
