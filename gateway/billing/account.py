@@ -156,8 +156,8 @@ class Account:
         self.used_engines.died()
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Store the engine's receipt. Raises AdapterMismatch if it is not of the request's adapter."""
-        if isinstance(receipt, str):
+        """Store the receipt of our engine. Raises AdapterMismatch if it is not of the request's adapter."""
+        if isinstance(receipt, str) and self.used_engines.remembers:
             self.served_digest = served_digest(receipt)
             if not matches(self.served_digest, self.model.digest):
                 raise AdapterMismatch

@@ -89,10 +89,15 @@ class EngineTokenizer:
         return None
 
     def _engines(self, base: Base) -> list[EngineRecord]:
-        """Return the engines to ask in turn: those of the present weights first, each group by increasing load."""
-        found = [each for each in self._registry.up if each.base == base.id]
-        present = Binding.of(base.id, base.digest)
-        return sorted(found, key=lambda each: (not each.serves(present), each.load))
+        """Return the engines to ask in turn: those of the present weights first, among them ours, then by increasing
+        load. A foreign server may refuse a prompt for a reason of its own.
+        """
+        found, present = [each for each in self._registry.up if each.base == base.id], Binding.of(base.id, base.digest)
+
+        def place(engine: EngineRecord) -> tuple[bool, bool, int]:
+            return not engine.serves(present), not engine.address.traits.has_usage_log, engine.load
+
+        return sorted(found, key=place)
 
 
 def _size(body: dict[str, Any]) -> int:

@@ -78,8 +78,9 @@ class FreeAttemptLog:
         pass
 
     def observe_receipt(self, receipt: Any) -> None:
-        """Raise AdapterMismatch for a receipt of another adapter."""
-        if isinstance(receipt, str) and not receipts.matches(receipts.served_digest(receipt), self._digest):
+        """Raise AdapterMismatch for our engine's receipt of another adapter."""
+        is_receipt = self._is_ours and isinstance(receipt, str)
+        if is_receipt and not receipts.matches(receipts.served_digest(receipt), self._digest):
             raise AdapterMismatch
 
     def observe_answer(self, answer: Fields) -> None:
@@ -204,7 +205,7 @@ def _text(answer: Fields) -> str:
     """Return the text of an answer with one choice. Raises UpstreamFailed."""
     try:
         [choice] = msgspec.json.decode(answer["choices"], type=list[_Choice])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise UpstreamFailed("The engine's answer does not have the expected form.") from error
     return (choice.text if choice.message is None else choice.message.content) or ""
 

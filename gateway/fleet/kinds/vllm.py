@@ -51,7 +51,12 @@ MIXES_BASE = (
     "runs on a GPU, install Loraplex's plugin there, which reports the device"
 )
 # Metrics that are read: the numbers of requests, the cache's configuration, the plugin.
-METRICS = (b"vllm:num_requests_", b"vllm:cache_config_info", b"loraplex_resolver_info")
+METRICS = (
+    b"vllm:num_requests_running",
+    b"vllm:num_requests_waiting",
+    b"vllm:cache_config_info",
+    b"loraplex_resolver_info",
+)
 # Metrics of running and waiting requests.
 REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
 # Labels of the plugin's metric, and of the metric of the cache's configuration; one label.
@@ -62,8 +67,8 @@ LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
 DEVICE = re.compile(r"\+(?:.*\.)?(cpu|cu\d|rocm|xpu|tpu)")
 # Tokens in a KV block, by default: on a CPU, and its name in the metric of the cache's configuration.
 CPU_BLOCK, BLOCK = "128", "block_size"
-# Servers whose metrics were not read to the end are remembered up to this number.
-MAX_CUT_OFF = 1000
+# Servers whose metrics are remembered.
+MAX_SERVERS = 1000
 # vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
 
@@ -94,13 +99,15 @@ class Vllm(ForeignKind):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        # Servers whose metrics are not read to the end, by address.
-        self._cut_off = BoundedDict[str, Outage](MAX_CUT_OFF)
+        # By address: servers whose metrics are not read to the end, and the lines of the last page that was.
+        self._cut_off = BoundedDict[str, Outage](MAX_SERVERS)
+        self._last_lines = BoundedDict[str, bytes](MAX_SERVERS)
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
         if not engine.is_up:
             # It may have been started again with another limit.
             self.adapters.forget_failures(engine)
+            self._forget_metrics(engine)
         self.adapters.note_running(engine)
         server, prefill = await self.read_server(engine), engine.address.prefill
         if prefill is not None:
@@ -141,7 +148,11 @@ class Vllm(ForeignKind):
         )
 
     async def _read_metrics(self, engine: EngineRecord, url: str | None) -> bytes:
-        """Return the lines of METRICS, as many as could be read. Raises ClientError, OSError, TimeoutError."""
+        """Return the lines of METRICS. Those of a metric that a page that is too large does not show are the last known
+        ones of the running server.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
         async with self.opened(engine, "/metrics", url, METRICS_TIMEOUT) as response:
             lines = await read_metrics(response, METRICS)
         address = url or engine.url
@@ -149,9 +160,16 @@ class Vllm(ForeignKind):
             if address not in self._cut_off:
                 self._cut_off.put(address, Outage(log, f"reading all metrics of {engine.url}"))
             self._cut_off[address].failed("its page is too large", "the rest of it is ignored")
-        elif address in self._cut_off:
+            return with_absent(lines.text, self._last_lines.get(address, b""))
+        if address in self._cut_off:
             self._cut_off.pop(address).over()
+        self._last_lines.put(address, lines.text)
         return lines.text
+
+    def _forget_metrics(self, engine: EngineRecord) -> None:
+        for address in (engine.url, engine.address.prefill):
+            if address is not None:
+                self._last_lines.pop(address, None)
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
@@ -239,6 +257,12 @@ def check_version(answer: bytes) -> str:
             "?any_version=true in LORAPLEX_ENGINES"
         )
     return version
+
+
+def with_absent(text: bytes, before: bytes) -> bytes:
+    """Return lines of metrics, with those that an earlier page had of the METRICS that have none."""
+    absent = tuple(name for name in METRICS if b"\n" + name not in text)
+    return text + b"".join(line for line in before.splitlines(keepends=True) if line.startswith(absent))
 
 
 def labels(metric: re.Pattern[bytes], metrics: bytes) -> dict[str, str] | None:

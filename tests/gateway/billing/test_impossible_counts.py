@@ -11,6 +11,8 @@ from aiohttp import web
 from gateway.api.golden.requests import FreeAttemptLog
 from gateway.billing import estimates
 from gateway.billing.count_limits import TEMPLATE_TOKENS, CountLimits
+from gateway.fleet.discovery.addresses import parse_address
+from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.service_meter import Reported
 from testing.gateway import vllm_double
 from testing.gateway.foreign_double import PROMPT_TOKENS
@@ -18,6 +20,7 @@ from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.billing.test_unread_answers import HI_TOKENS
 from tests.gateway.fleet.kinds.test_vllm import billed, served
+from wire.headers import RECEIPT_HEADER
 from wire.responses import REPORT_TYPE
 
 MAX_TOKENS = 5
@@ -158,6 +161,30 @@ async def test_only_our_engines_report_their_progress(
         monkeypatch.setattr(VllmDouble, "_answer", reported)
         assert (await acme.complete(max_tokens=MAX_TOKENS)).status == 502
         await until(lambda: billed(acme, (3, 2 * PROMPT_TOKENS + HI_TOKENS, 2 * MAX_TOKENS)))
+
+
+@pytest.mark.parametrize("receipt", ["base", f"sha256:{'a' * 64}", "mixed"])
+async def test_only_our_engines_send_receipts(
+    receipt: str, tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A foreign server could prove any adapter to a tenant, or make answers free and itself unused with another's."""
+    answer = VllmDouble._answer
+
+    async def with_receipt(self: VllmDouble, *given: Any) -> web.StreamResponse:
+        response = await answer(self, *given)
+        response.headers[RECEIPT_HEADER] = receipt
+        return response
+
+    monkeypatch.setattr(VllmDouble, "_answer", with_receipt)
+    async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, _):
+        acme = await gateway.tenant("acme")
+        for _ in range(2):
+            got = await acme.complete(max_tokens=1)
+            assert (got.status, RECEIPT_HEADER in got.headers) == (200, False)
+        await until(lambda: billed(acme, (2, 2 * PROMPT_TOKENS, 2)))
+        free = FreeAttemptLog("b" * 64, CountLimits(10, 5))
+        free.sent(EngineRecord(parse_address("vllm+http://e")), 1)
+        free.observe_receipt(receipt)
 
 
 def test_a_free_requests_counts_have_limits_too():

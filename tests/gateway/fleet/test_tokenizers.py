@@ -164,6 +164,29 @@ async def test_one_engines_impossible_answer_refuses_no_prompt(
             await tokens(base, body, tenant)
 
 
+@pytest.mark.parametrize("refusal", [(400, b'{"message": "no"}'), (422, b""), LONG])
+async def test_our_engine_counts_before_foreign_servers_that_refuse_the_prompt(refusal: Answer):
+    base, asked = one_base("beta", context_length=4096), list[str]()
+
+    async def tokenize(engine: EngineRecord, *_: Any) -> tuple[int, bytes]:
+        asked.append(engine.url)
+        if engine.url == "http://ours":
+            return FINE
+        if isinstance(refusal, Exception):
+            raise refusal
+        return refusal
+
+    urls = ("vllm+http://a", "vllm+http://b", "http://ours")
+    engines = [EngineRecord(parse_address(url), base=base.id) for url in urls]
+    # Ours has most requests.
+    engines[-1].requests.sequences = 7
+    registry = SimpleNamespace(up=engines)
+    kinds = dict.fromkeys(("vllm", "loraplex"), SimpleNamespace(tokenize=tokenize))
+    body = {"prompt": TEXTS["long"], "add_special_tokens": True}
+    count = EngineTokenizer(cast(Any, registry), cast(Any, kinds)).tokens
+    assert (await count(base, body, principal().tenant), asked) == ([1, 2, 3], ["http://ours"])
+
+
 async def test_a_long_refusal_of_a_prompt_is_no_long_prompt(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
 ):

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 from msgspec import Raw
 
+from gateway.api.golden.requests import _text as golden_text
 from gateway.errors import UpstreamFailed
 from gateway.fleet.calls.answers import FAILED, decode_choices, decode_fields, public_error, read_usage
 from gateway.fleet.discovery.addresses import parse_address
@@ -72,6 +73,8 @@ async def test_an_answer_of_any_depth_is_the_servers_failure():
     for read in (decode_choices, read_usage):
         with pytest.raises(UpstreamFailed):
             read({"choices": Raw(DEEP), "usage": Raw(DEEP)})
+    with pytest.raises(UpstreamFailed):
+        golden_text({"choices": Raw(b'[{"text":"a","x":%s}]' % DEEP)})
     content = SimpleNamespace(iter_any=lambda: pieces(b'{"kv_transfer_params":%s}' % nested))
     with pytest.raises(UpstreamFailed):
         await read_params(cast(Any, SimpleNamespace(content=content)), "http://prefill")

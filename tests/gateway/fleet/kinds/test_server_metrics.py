@@ -79,6 +79,31 @@ async def test_a_page_without_an_end_takes_no_server_out_and_is_reported_once(
 
 
 @pytest.mark.usefixtures("starts_servers")
+async def test_what_a_page_that_is_too_large_does_not_show_is_as_before(monkeypatch: pytest.MonkeyPatch):
+    """Its plugin counted as removed, so the gateway loaded adapters that the server finds by itself."""
+    monkeypatch.setattr(server_metrics, "MAX_METRICS_BYTES", 2**20)
+    plugin = b'loraplex_resolver_info{base_digest="b",version="0.1.0",device="cuda"} 1.0\n'
+    waiting = b'vllm:num_requests_waiting{engine="0"} 5.0\n'
+    server, many = Server(waiting, plugin), OTHER % 1 * 1000
+    async with server.serving(), ClientSession() as session:
+        engine = EngineRecord(parse_address(f"vllm+{server.url}"))
+        checks = HealthChecks(session, kinds_of(session), only(BASE_MODEL))
+
+        async def checked_state() -> tuple[bool, int, int]:
+            await checks.check(engine)
+            return engine.state.finds_adapters, engine.state.running, engine.state.waiting
+
+        assert await checked_state() == (True, 0, 5)
+        server.pages = [RUNNING, *[many] * 100, waiting, plugin]
+        assert await checked_state() == (True, 3, 5)
+        server.pages = [waiting.replace(b"5", b"1"), *[many] * 100]
+        assert await checked_state() == (True, 0, 1)
+        # Another server may run after an absence.
+        engine.mark_down("gone")
+        assert await checked_state() == (False, 0, 1)
+
+
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.parametrize("value", [b"1e999", b"1e300", b"NaN", b"+Inf", b"-5", b"1.2.3", b"\xff", b"e", b"9" * 5000])
 async def test_a_value_that_is_no_number_of_requests_is_ignored(value: bytes):
     """A value beyond all numbers ended the server's task with an exception; 1e300 failed the operators' list."""
@@ -144,5 +169,6 @@ async def test_no_long_line_and_no_further_lines_are_kept():
     long = b"x" * MAX_LINE_BYTES
     assert await read([b"wanted", long, long, b"\nwanted 1\n"]) == (b"wanted 1", True)
     assert await read([long, b"x\nwanted 1"]) == (b"wanted 1", True)
-    text, is_whole = await read([b"wanted\n" * MAX_KEPT_BYTES])
+    text, is_whole = await read([b"wanted 10\n" * MAX_KEPT_BYTES])
     assert (len(text) <= MAX_KEPT_BYTES, is_whole) == (True, False)
+    assert set(text.split(b"\n")) == {b"wanted 10"}
