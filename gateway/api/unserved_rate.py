@@ -121,11 +121,12 @@ class UnservedRate:
         is_known = owner in self._tenants and request.get(ERROR_CODE) != InvalidKey.code
         if caller.key_id is not None or is_known or not owner.startswith(KEY_PREFIX):
             return expected
-        # The client did not cause a 5xx, for example while the database is away. It may leave once for a good reason.
-        if status is None or status < 500:
-            self._tenants.pop(owner, None)
-            times = self._unverified.get(owner, 0) + 1 if status is None else COUNTED_BY_ADDRESS
-            self._unverified.put(owner, times)
+        if status is not None and status >= 500:
+            # The client did not cause it, for example while the database is away, so the key counts by itself.
+            return expected
+        # A client may leave once for a good reason.
+        self._tenants.pop(owner, None)
+        self._unverified.put(owner, self._unverified.get(owner, 0) + 1 if status is None else COUNTED_BY_ADDRESS)
         return client_network(caller.address), ADDRESS_SECONDS
 
     def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float, *, rests: bool = True) -> None:

@@ -79,10 +79,6 @@ async def test_a_failure_of_the_gateway_lets_no_key_count_by_address(
 ):
     """After an outage of the database, all clients of an address waited for each other."""
     gateway, clients = keys
-
-    async def fail(*_: Any) -> Any:
-        raise Unavailable("The database is away.")
-
     with monkeypatch.context() as outage:
         outage.setattr(Authenticator, "_find", fail)
         for client in clients:
@@ -90,6 +86,26 @@ async def test_a_failure_of_the_gateway_lets_no_key_count_by_address(
     for client in clients:
         assert (await client.get("/v1/key")).status == 200
     assert await metric(gateway, DELAYED) == 0
+
+
+async def test_a_key_has_a_rate_while_the_gateway_fails_to_verify_it(
+    keys: tuple[Gateway, list[Client]], monkeypatch: pytest.MonkeyPatch
+):
+    """Its address was charged, behind which a key does not wait."""
+    gateway, (client, other, *_) = keys
+    with monkeypatch.context() as outage:
+        outage.setattr(Authenticator, "_find", fail)
+        for _ in range(BURST + 6):
+            assert (await client.get("/v1/key")).status == 503
+        delayed = await metric(gateway, DELAYED)
+        assert delayed >= 5
+        assert (await other.get("/v1/key")).status == 503
+        assert (await gateway.nobody.get("/v1/key")).status == 401
+    assert await metric(gateway, DELAYED) == delayed
+
+
+async def fail(*_: Any) -> Any:
+    raise Unavailable("The database is away.")
 
 
 async def leave(clients: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
