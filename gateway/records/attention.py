@@ -76,7 +76,8 @@ class Attention:
             Budget(name, use.spent, use.budget, use.period)
             for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
         ]
-        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH, made_before=now - SETTLED)
+        made_before = now - SETTLED
+        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH, made_before=made_before, one_each=True)
         refused = await self._refusals.by_limit(now - REFUSAL, now)
         return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH], await self._failing())
 

@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.strip import Level, Status, verb_of
 from gateway.pages.widgets.limit_titles import limit_title
-from gateway.records.attention import Attention, Concerns
+from gateway.records.attention import EXPIRY, Attention, Concerns
 
 # Lifetime of the cached records, which all viewers share.
 FRESH_SECONDS = 30.0
@@ -137,7 +137,8 @@ class Needs:
         for key in self._concerns.keys:
             owner = f"of {key.tenant}" if key.tenant else "of an operator"
             label = key.label or key.id
-            text = f"Key {label} {owner} expires on {key.expires_at:%Y-%m-%d %H:%M} UTC."
+            others = f", and {key.more:,} more of this tenant in the next {EXPIRY.days} days" if key.more else ""
+            text = f"Key {label} {owner} expires on {key.expires_at:%Y-%m-%d %H:%M} UTC{others}."
             where = {"tenant": key.tenant} if key.tenant else {}
             found.append(Entry("warn", text, ("Rotate the key", f"/admin/keys?{urlencode(where)}")))
         for version in self._concerns.rejected:

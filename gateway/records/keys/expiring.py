@@ -13,38 +13,56 @@ MAX_KEYS = 1000
 
 
 class ExpiringKey(msgspec.Struct, frozen=True):
-    """A key. tenant_id, tenant: None for an admin's key."""
+    """A key. tenant_id, tenant: None for an admin's key. more: the tenant's further keys that expire in the period."""
 
     id: str
     label: str
     expires_at: datetime
     tenant_id: str | None
     tenant: str | None
+    more: int = 0
 
 
 async def expiring_keys(
-    database: Database, now: datetime, until: datetime, limit: int = MAX_KEYS, *, made_before: datetime | None = None
+    database: Database,
+    now: datetime,
+    until: datetime,
+    limit: int = MAX_KEYS,
+    *,
+    made_before: datetime | None = None,
+    one_each: bool = False,
 ) -> list[ExpiringKey]:
-    """Return valid keys that expire before `until`, the soonest first, `limit` at most. Raises Unavailable.
+    """Return valid keys that expire before `until`, `limit` at most: the soonest of each tenant and the admins' keys
+    first, then the tenants' second ones, and so on, so that one tenant cannot fill the list. Raises Unavailable.
 
-    made_before: leave out newer keys. A key that a rotation has replaced is left out: it is meant to expire.
+    made_before: leave out newer keys. one_each: leave out the tenants' further keys. A key that a rotation has replaced
+    is left out: it is meant to expire.
     """
-    other = api_keys.alias("other")
-    family = func.coalesce(api_keys.c.family_id, api_keys.c.id)
+    other, keys = api_keys.alias("other"), api_keys.c
+    family = func.coalesce(keys.family_id, keys.id)
     successor = select(other.c.id).where(
         # Both sides have an index, unlike `coalesce`.
         (other.c.family_id == family) | (other.c.family_id.is_(None) & (other.c.id == family)),
-        other.c.id != api_keys.c.id,
+        other.c.id != keys.id,
         other.c.revoked_at.is_(None),
-        other.c.expires_at.is_(None) | (other.c.expires_at > api_keys.c.expires_at),
+        other.c.expires_at.is_(None) | (other.c.expires_at > keys.expires_at),
     )
-    owned = api_keys.outerjoin(tenants, tenants.c.id == api_keys.c.tenant_id)
+    # Each admin's key has a place of its own.
+    owner = func.coalesce(keys.tenant_id, keys.id)
+    number = func.row_number().over(partition_by=owner, order_by=(keys.expires_at, keys.id))
+    more = func.count().over(partition_by=owner) - 1
+    found = (
+        select(keys.id, keys.label, keys.expires_at, keys.tenant_id, tenants.c.name.label("tenant"))
+        .add_columns(more.label("more"), number.label("number"))
+        .select_from(api_keys.outerjoin(tenants, tenants.c.id == keys.tenant_id))
+        .where(keys.revoked_at.is_(None), keys.expires_at > now, keys.expires_at <= until)
+        .where(~successor.exists(), *([] if made_before is None else [keys.created_at < made_before]))
+        .subquery()
+    )
     query = (
-        select(api_keys.c.id, api_keys.c.label, api_keys.c.expires_at, api_keys.c.tenant_id, tenants.c.name)
-        .select_from(owned)
-        .where(api_keys.c.revoked_at.is_(None), api_keys.c.expires_at > now, api_keys.c.expires_at <= until)
-        .where(~successor.exists(), *([] if made_before is None else [api_keys.c.created_at < made_before]))
-        .order_by(api_keys.c.expires_at, api_keys.c.id)
+        select(*(found.c[name] for name in ExpiringKey.__struct_fields__))
+        .where(*([found.c.number == 1] if one_each else []))
+        .order_by(found.c.number, found.c.expires_at, found.c.id)
         .limit(limit)
     )
     async with database.read() as connection:

@@ -6,7 +6,8 @@ from sqlalchemy import insert
 
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.rows import Reason
-from gateway.records.attention import Attention, RejectedVersion
+from gateway.records.attention import MAX_EACH, Attention, RejectedVersion
+from gateway.records.keys.expiring import expiring_keys
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys
 from gateway.records.tenants.list import TenantLists
@@ -25,12 +26,39 @@ async def test_rejected_uploads_are_one_entry_for_each_tenant(database: Database
     ]
 
 
-async def test_a_key_made_today_for_a_short_time_is_no_concern(database: Database):
+async def add_key(database: Database, name: str, age: float, left: float, tenant: Tenant | None = None) -> None:
+    """Add a key. age, left: hours since its creation and until it expires."""
     now, hour = datetime.now(UTC), timedelta(hours=1)
-    row = {"label": "", "scopes": "usage", "secret_hash": ""}
-    for name, age, left in (("short", 0, 2), ("month", 28 * 24, 48), ("long", 24 * 28, 24 * 8)):
+    row = {"id": name, "label": "", "scopes": "usage", "secret_hash": "", "tenant_id": tenant and tenant.id}
+    async with database.write() as connection:
         times = {"created_at": now - age * hour, "expires_at": now + left * hour}
-        async with database.write() as connection:
-            await connection.execute(insert(api_keys).values(row | times | {"id": name}))
+        await connection.execute(insert(api_keys).values(row | times))
+
+
+async def test_a_key_made_today_for_a_short_time_is_no_concern(database: Database):
+    for name, age, left in (("short", 0, 2), ("month", 28 * 24, 48), ("long", 24 * 28, 24 * 8)):
+        await add_key(database, name, age, left)
     found = (await Attention(database, TenantLists(database)).read()).keys
     assert [key.id for key in found] == ["month"]
+
+
+async def test_expiring_keys_are_one_entry_for_each_tenant(database: Database, acme: Tenant):
+    """A tenant that makes keys for a week hid all other keys."""
+    globex = await Tenants(database).create("globex", {}, "op")
+    for number in range(MAX_EACH + 1):
+        await add_key(database, f"many-{number}", 48, 24 + number, acme)
+    await add_key(database, "globex", 48, 60, globex)
+    for name in ("admin-1", "admin-2"):
+        await add_key(database, name, 48, 70)
+    found = (await Attention(database, TenantLists(database)).read()).keys
+    shown = [(key.id, key.tenant, key.more) for key in found]
+    assert shown == [
+        ("many-0", "acme", MAX_EACH),
+        ("globex", "globex", 0),
+        ("admin-1", None, 0),
+        ("admin-2", None, 0),
+    ]
+    # The events of the other keys do not wait for those of the tenant's.
+    now = datetime.now(UTC)
+    of_events = await expiring_keys(database, now, now + timedelta(days=7), 5)
+    assert [key.id for key in of_events] == ["many-0", "globex", "admin-1", "admin-2", "many-1"]

@@ -59,7 +59,7 @@ class Records:
 
     async def read(self) -> Concerns:
         at = datetime(2026, 11, 1, tzinfo=UTC)
-        keys = [ExpiringKey("k1", "ci", at, *owner) for owner in (("t1", "acme"), (None, None))]
+        keys = [ExpiringKey("k1", "ci", at, "t1", "acme", more=3), ExpiringKey("k2", "ops", at, None, None)]
         return Concerns(
             budgets=[Budget("acme", 9, 10, "month")],
             keys=keys,
@@ -86,6 +86,10 @@ async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gat
             assert title
             status = (await browser.get(url)).status
             assert status == (404 if "/engines/one" in url else 200), url
+    assert [entry.text for entry in entries if "expires" in entry.text] == [
+        "Key ci of acme expires on 2026-11-01 00:00 UTC, and 3 more of this tenant in the next 7 days.",
+        "Key ops of an operator expires on 2026-11-01 00:00 UTC.",
+    ]
     [budget] = [entry.act[1] for entry in entries if "spent" in entry.text]
     assert budget == "/admin/tenants/acme/budget"
     seen = await needs.entries(world.strip.read(), may_bill=False)
