@@ -158,8 +158,14 @@
       }
       chart.times.forEach((time, i) => {
         const row = body.insertRow();
-        row.insertCell().textContent = stamp(time, chart.times);
-        for (const one of chart.series) row.insertCell().textContent = one.values[i] ?? "–";
+        const at = row.insertCell();
+        at.className = "wrap";
+        at.textContent = stamp(time, chart.times);
+        for (const one of chart.series) {
+          const cell = row.insertCell();
+          cell.dataset.label = one.name;
+          cell.textContent = one.values[i] ?? "–";
+        }
       });
       box.replaceChildren(table);
     };

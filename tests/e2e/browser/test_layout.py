@@ -7,6 +7,7 @@ import pytest
 
 from testing.browser import person
 from testing.gateway.running import ADMIN_KEY, change_database, until
+from tests.gateway.api.adapters.test_adapters import files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -60,6 +61,22 @@ TILE_FAULTS = """() => {
         }
     }
     return [faults, values.length];
+}"""
+
+# Frames of tables that scroll, and the cells that lie beyond their frame or the window.
+SCROLLING = """() => {
+    const found = [];
+    for (const box of document.querySelectorAll("main .table-box")) {
+        if (!box.checkVisibility()) continue;
+        const name = box.getAttribute("aria-label"), frame = box.getBoundingClientRect();
+        if (box.scrollWidth > box.clientWidth) found.push(`${name} scrolls sideways`);
+        if (box.scrollHeight > box.clientHeight && !box.closest(".numbers")) found.push(`${name} scrolls`);
+        for (const cell of box.querySelectorAll("th, td")) {
+            const {left, right} = cell.getBoundingClientRect();
+            if (right > frame.right + 1 || right > innerWidth || left < 0) found.push(`${name}: ${cell.textContent}`);
+        }
+    }
+    return [found, document.querySelectorAll("main .table-box td").length];
 }"""
 
 
@@ -130,3 +147,37 @@ async def test_texts_of_tiles_lie_apart_and_within_their_tile(gateway, browser):
             faults, count = await operator.page.evaluate(TILE_FAULTS)
             assert count >= 6
             assert not faults, width
+
+
+async def test_reports_of_usage_have_one_scroll_bar_and_all_their_columns(gateway, browser):
+    """The last requests of a tenant lost their column Total, and their frame had bars beside those of the page."""
+    acme = await gateway.tenant("a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64])
+    assert (
+        await gateway.admin.call("PUT", "/admin/api/prices/*", json={"input": 10**8, "output": 10**9})
+    ).status == 200
+    names = [f"{i}-{'m' * 62}" for i in range(9)]
+    for i, name in enumerate(names):
+        assert (await push(acme, name, files(i))).status == 201
+        assert (await acme.chat(model=name, user="u" * 64, max_tokens=8)).status == 200
+
+    async def are_recorded() -> bool:
+        return len((await gateway.admin.get("/admin/api/usage?group_by=model")).json["data"]) == len(names)
+
+    await until(are_recorded)
+    home = (await gateway.admin.get("/admin/api/tenants")).json["data"][0]["name"]
+    groups = [f"/admin/usage?group_by={each}" for each in ("tenant", "model", "key", "end_user", "day")]
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for path in (f"/admin/tenants/{home}", *groups):
+            await operator.find(path, "main .report td.n")
+            for width in (1280, 390):
+                await operator.page.set_viewport_size({"width": width, "height": 900})
+                for each in await operator.page.locator("details.numbers:not([open]) > summary").all():
+                    await each.click()
+                found, count = await operator.page.evaluate(SCROLLING)
+                assert count
+                assert found == [], (path, width)
+            if "/tenants/" in path:
+                total = operator.page.get_by_label("Table of the last requests").locator("td").last
+                assert (await total.get_attribute("data-label"), "ms" in await total.inner_text()) == ("Total", True)
+        assert not operator.problems
