@@ -197,7 +197,7 @@ class Dispatcher:
         record.sent(engine, call.prompt_tokens)
         begun = await self._try(engine, call, record, place.meter, retry, held, limit)
         if begun is not None:
-            if retry.was_suspected:
+            if retry.is_apart:
                 held.push_async_callback(self._note_survived, call, begun[2])
             self._conversations.served(retry.prefix, engine)
         return begun
@@ -209,9 +209,10 @@ class Dispatcher:
 
         At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
         such tenants once more, it leaves the queue and waits for an engine that is kept for it. Returns None if it is
-        no longer suspected. Raises EngineRefused.
+        no longer suspected; it has waited in the queue again then. Raises EngineRefused.
         """
         suspicion = await self._suspicion(call)
+        retry.is_apart = suspicion is not None
         if suspicion is None:
             return self._choose(call, retry)
         if not retry.was_suspected:
@@ -233,12 +234,17 @@ class Dispatcher:
 
         if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, retry, [is_without_them])) is not None:
             return choice.engine
-        self._queues.of(call.model.base).free(place)
-        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._suspicion(call))
+        queue = self._queues.of(call.model.base)
+        queue.free(place)
+        name = await self._quarantine.name(call.tenant.id, call.model.suspects, call.named)
+        alone = self._isolation.engine(call.model.base, name, usable, lambda: self._suspicion(call))
         try:
-            return await held.enter_async_context(alone)
-        except NotAlone as error:
+            if (engine := await held.enter_async_context(alone)) is None:
+                await self._check_again(call)
+                await queue.enter_again(place)
+        except (NotAlone, Overloaded) as error:
             raise EngineRefused(error) from error
+        return engine
 
     async def _suspicion(self, call: Call) -> Suspicion | None:
         return await self._quarantine.suspicion(call.tenant.id, call.model.suspects, call.named)

@@ -18,7 +18,7 @@ class RetryState:
     prefix: key of its conversation. engines: those tried, in order. refusal: the last engine's. refusing: engines that
     refused it for good. unsupported_on: the engine kinds that do not support such requests. died: number of engines
     that died with the request. failed: number of engines that failed it otherwise. was_suspected: whether any attempt
-    found it suspected. passes: as in `Place`.
+    found it suspected; is_apart: whether the last one did. passes: as in `Place`.
     """
 
     prefix: bytes
@@ -29,6 +29,7 @@ class RetryState:
     died: int = 0
     failed: int = 0
     was_suspected: bool = False
+    is_apart: bool = False
     passes: int = 0
 
     @property

@@ -3,7 +3,8 @@
 If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. On an
 engine without other tenants' requests, a further death shows the cause, and takes no other tenant's request along.
 Other requests go to other engines while one can serve them, and those already there run to their ends. A single engine
-of a deployment is kept at a time (`kept_engine.py`); tenants take turns.
+of a deployment is kept at a time (`kept_engine.py`); tenants take turns. A turn of one request answers for all that are
+identical to it, so these wait for its result instead of turns of their own.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 
 from gateway.errors import Unavailable
 from gateway.fleet.engines.engine import EngineRecord
+from gateway.fleet.engines.suspects import Suspect
 from gateway.fleet.failures.kept_engine import KeptEngine
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ SHARING_SECONDS = 0.5
 # Longest time for which an engine is kept after its request's client has left.
 KEPT_AFTER_LEAVING_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
-# Requests of a tenant that may wait in a process.
+# Different requests of a tenant that may wait in a process. The tenant's own limits bound the identical ones.
 MAX_WAITING = 16
 
 Usable = Callable[[EngineRecord], bool]
@@ -48,14 +50,47 @@ class NotAlone(Unavailable):
         )
 
 
+class Line:
+    """Identical requests of a tenant. The first one waits for a turn, or has it; the others wait until they are first.
+
+    is_running: whether the first one has its turn.
+    """
+
+    def __init__(self) -> None:
+        self.is_running = False
+        # Set for the first one.
+        self._places: deque[asyncio.Event] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def join(self) -> asyncio.Event:
+        """Return a new place: an event that is set while the place is the first one."""
+        place = asyncio.Event()
+        self._places.append(place)
+        self._places[0].set()
+        return place
+
+    def leave(self, place: asyncio.Event) -> None:
+        self._places.remove(place)
+        if self._places:
+            self._places[0].set()
+
+    def rotate(self) -> None:
+        """Put the first place last."""
+        self._places[0].clear()
+        self._places.rotate(-1)
+        self._places[0].set()
+
+
 class Isolation:
     """Turns of suspected requests. engines: returns the engines of a base model (its id)."""
 
     def __init__(self, engines: Callable[[str], Sequence[EngineRecord]], kept: KeptEngine) -> None:
         self._engines = engines
         self._kept = kept
-        # Waiting requests by tenant; the tenant whose turn is next comes first.
-        self._waiting: dict[str, deque[object]] = {}
+        # Suspected requests by tenant. The tenant whose turn is next comes first, and so does its next request.
+        self._lines: dict[str, dict[Suspect, Line]] = {}
         # Start of this process's next turn at the earliest, so that other processes get one.
         self._next_at = 0.0
         self._alone: EngineRecord | None = None
@@ -82,30 +117,37 @@ class Isolation:
 
     @asynccontextmanager
     async def engine(
-        self, base: str, tenant_id: str, usable: Usable, is_suspected: Callable[[], Awaitable[object]]
+        self, base: str, request: Suspect, usable: Usable, is_suspected: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[EngineRecord | None]:
         """Yield an engine without other tenants' requests, and keep it until the block ends.
 
-        base: id of the base model. usable: returns whether an engine may serve the request. is_suspected: returns
-        anything true while the request must wait; None is yielded as soon as it does not. Raises NotAlone.
+        base: id of the base model. request: its name. usable: returns whether an engine may serve the request.
+        is_suspected: returns anything true while the request must wait; None is yielded as soon as it does not. Raises
+        NotAlone.
         """
-        until = time.monotonic() + WAIT_SECONDS
+        until, tenant_id = time.monotonic() + WAIT_SECONDS, request.tenant_id
         with ExitStack() as waiting:
-            is_next = waiting.enter_context(self._place(tenant_id))
+            line, place = waiting.enter_context(self._place(request))
+            await _until_first(place, until)
             while await is_suspected():
-                if is_next() and not self.is_active and time.monotonic() >= self._next_at:
+                if self._is_next(line) and not self.is_active and time.monotonic() >= self._next_at:
                     if (engine := self._choose(base, tenant_id, usable)) is not None:
                         async with self._turn(base, engine, tenant_id, usable, until) as is_free:
                             if is_free:
-                                waiting.close()
-                                yield engine
+                                line.is_running = True
+                                self._put_last(request)
+                                # The next identical request finds the result before the engine is given back.
+                                with waiting:
+                                    yield engine
                                 return
-                    # Another request may be for a base model that has an engine for it.
-                    self._waiting[tenant_id].rotate(-1)
-                    self._put_last(tenant_id)
+                    # Another request may have an engine: an identical one that has not tried it, or one for another
+                    # base model.
+                    line.rotate()
+                    self._put_last(request)
                 if time.monotonic() > until:
                     raise NotAlone
                 await asyncio.sleep(PAUSE_SECONDS)
+                await _until_first(place, until)
         yield None
 
     @asynccontextmanager
@@ -154,22 +196,42 @@ class Isolation:
         return False
 
     @contextmanager
-    def _place(self, tenant_id: str) -> Iterator[Callable[[], bool]]:
-        """Let a request wait. Yield a function that returns whether its turn is next. Raises NotAlone."""
-        if len(self._waiting.get(tenant_id, ())) >= MAX_WAITING:
+    def _place(self, request: Suspect) -> Iterator[tuple[Line, asyncio.Event]]:
+        """Let a request wait behind identical ones. Yield their line, and its place there. Raises NotAlone."""
+        lines = self._lines.get(request.tenant_id, {})
+        if request not in lines and len(lines) >= MAX_WAITING:
             raise NotAlone
-        place = object()
-        self._waiting.setdefault(tenant_id, deque()).append(place)
+        line = self._lines.setdefault(request.tenant_id, lines).setdefault(request, Line())
+        place = line.join()
         try:
-            yield lambda: next(iter(self._waiting)) == tenant_id and self._waiting[tenant_id][0] is place
+            yield line, place
         finally:
-            self._waiting[tenant_id].remove(place)
-            self._put_last(tenant_id)
+            line.leave(place)
+            if place.is_set():
+                line.is_running = False
+                self._put_last(request)
 
-    def _put_last(self, tenant_id: str) -> None:
-        """Let other tenants' requests have the next turns."""
-        if places := self._waiting.pop(tenant_id):
-            self._waiting[tenant_id] = places
+    def _is_next(self, line: Line) -> bool:
+        """Return whether the next turn is that of a line's first request."""
+        waiting = (each for lines in self._lines.values() for each in lines.values() if not each.is_running)
+        return next(waiting, None) is line
+
+    def _put_last(self, request: Suspect) -> None:
+        """Let other tenants, then the tenant's other requests, have the next turns. Remove an empty line."""
+        lines = self._lines.pop(request.tenant_id)
+        if line := lines.pop(request):
+            lines[request] = line
+        if lines:
+            self._lines[request.tenant_id] = lines
+
+
+async def _until_first(place: asyncio.Event, until: float) -> None:
+    """Wait until no identical request is before this one. Raises NotAlone at a time (monotonic)."""
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            await place.wait()
+    except TimeoutError:
+        raise NotAlone from None
 
 
 async def _end_later(turn: AsyncExitStack, engine: EngineRecord, tenant_id: str) -> None:

@@ -112,17 +112,19 @@ class Quarantine:
             for key in await self._names.known(tenant_id, digests, body):
                 self._check(key)
 
+    async def name(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Suspect:
+        """Return the name of a request. Identical requests of a tenant have the same one."""
+        return (await self._names.known(tenant_id, digests, body))[0]
+
     async def suspicion(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Suspicion | None:
         """Return the suspicion against a request, None without one."""
         if not self._deaths.has_candidate(tenant_id):
             return None
-        key, *_ = await self._names.known(tenant_id, digests, body)
-        return self._deaths.suspicion(key)
+        return self._deaths.suspicion(await self.name(tenant_id, digests, body))
 
     async def is_innocent(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> bool:
         """Return whether other tenants' requests or adapters in quarantine were the cause of a request's deaths."""
-        key, *_ = await self._names.known(tenant_id, digests, body)
-        return self._deaths.is_innocent(key)
+        return self._deaths.is_innocent(await self.name(tenant_id, digests, body))
 
     def died_lately(self, engine: EngineRecord) -> bool:
         """Return whether the engine died so recently that its next death would count as the same one."""
@@ -133,8 +135,7 @@ class Quarantine:
 
         The last one stays: a request that kills engines only sometimes is suspected again at the next death.
         """
-        key, *_ = await self._names.known(tenant_id, digests, body)
-        self._deaths.note_survived(key)
+        self._deaths.note_survived(await self.name(tenant_id, digests, body))
 
     @property
     def remembers_deaths(self) -> bool:

@@ -161,10 +161,6 @@ class Place:
     turn: "asyncio.Future[bool]" = field(init=False)
 
 
-def _ignore_admission(_place: Place, _seconds: float) -> None:
-    pass
-
-
 class RequestQueue:
     """Admission of requests to the engines.
 
@@ -192,7 +188,7 @@ class RequestQueue:
         # Called with the wait of each admitted request, in seconds.
         self.observe_wait: Callable[[float], None] = _ignore
         # Called with the place of each admitted request, and its wait in seconds.
-        self.observe_admission: Callable[[Place, float], None] = _ignore_admission
+        self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 
     @property
     def inside(self) -> int:
@@ -210,8 +206,6 @@ class RequestQueue:
         this expectation by the tokens that engines have computed.
         """
         self._counters.enter(place.tenant_id, place.weight)
-        self._arrivals += 1
-        place.arrival_number = self._arrivals
         try:
             await self._wait(place)
             place.entered = time.monotonic()
@@ -232,6 +226,12 @@ class RequestQueue:
         """Free the place before the request ends, because its engine has finished its part."""
         self._step_out(place)
         self.admit()
+
+    async def enter_again(self, place: Place) -> None:
+        """Wait for another admission after `free`, within the block of `enter`. Raises Overloaded."""
+        place.arrived_at = time.monotonic()
+        await self._wait(place)
+        place.entered = time.monotonic()
 
     def count_service(self) -> None:
         """Add to the tenants' service what engines have computed since the last call, by their reports."""
@@ -354,6 +354,8 @@ class RequestQueue:
             # It is not counted as an admission of its priority, which would then age anew.
             self._take_places(place, capacity)
             return
+        self._arrivals += 1
+        place.arrival_number = self._arrivals
         place.turn = asyncio.get_running_loop().create_future()
         self._waiting.add(place)
         self.admit()

@@ -15,6 +15,7 @@ from gateway.fleet.discovery.addresses import parse_address
 from gateway.fleet.engines import own_requests
 from gateway.fleet.engines.engine import Drained, EngineRecord, EngineState
 from gateway.fleet.engines.health import Health
+from gateway.fleet.engines.suspects import Suspect
 from gateway.fleet.failures import isolation, kept_engine
 from gateway.fleet.failures.isolation import Isolation, NotAlone
 from gateway.fleet.failures.kept_engine import KeptEngine
@@ -64,17 +65,19 @@ class Turns:
         over: asyncio.Event,
         usable: Callable[[EngineRecord], bool] = lambda _: True,
         is_suspected: Callable[[], Awaitable[bool]] = always_suspected,
+        mark: str = "",
     ) -> "asyncio.Task[EngineRecord | None]":
-        """Begin a request that runs alone until an event."""
+        """Begin a request that runs alone until an event. mark: the same for identical requests; "": it is unique."""
+        request = Suspect("request", tenant, mark or uuid.uuid4().hex)
 
         async def run() -> EngineRecord | None:
-            async with self.isolation.engine("base", tenant, usable, is_suspected) as found:
+            async with self.isolation.engine("base", request, usable, is_suspected) as found:
                 if found is not None:
                     assert found.serves_only(tenant)
-                    with found.requests.count(None, tenant) as request:
+                    with found.requests.count(None, tenant) as in_flight:
                         self.entered.append(tenant)
                         await over.wait()
-                        request.end()
+                        in_flight.end()
                 return found
 
         return asyncio.create_task(run())
@@ -83,7 +86,9 @@ class Turns:
         return len(self.entered) >= number
 
     def waiting(self, tenant: str) -> int:
-        return len(self.isolation._waiting.get(tenant, ()))
+        """Return the number of the tenant's requests that wait."""
+        lines = self.isolation._lines.get(tenant, {}).values()
+        return sum(len(line._places) - line.is_running for line in lines)
 
 
 def already_over() -> asyncio.Event:
@@ -111,7 +116,7 @@ async def test_an_engine_is_kept_until_others_requests_and_then_the_suspected_on
     assert turns.isolation.allows(fleet[1])
     assert not turns.isolation.is_alone(fleet[1])
     assert not turns.isolation.is_active
-    assert turns.isolation._waiting == {}
+    assert turns.isolation._lines == {}
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -121,7 +126,8 @@ async def test_a_request_without_an_engine_blocks_no_other_base(any_redis: Any):
     turns.isolation._engines = lambda base: fleet if base == "base" else []
 
     async def run_elsewhere() -> None:
-        async with turns.isolation.engine("another base", "a", lambda _: True, always_suspected):
+        request = Suspect("request", "a", "its mark")
+        async with turns.isolation.engine("another base", request, lambda _: True, always_suspected):
             raise AssertionError
 
     waiting = asyncio.create_task(run_elsewhere())
@@ -219,28 +225,6 @@ async def test_requests_of_a_tenant_beyond_a_number_are_refused(any_redis: Any, 
     await asyncio.gather(*waiting)
 
 
-async def test_the_last_known_engine_stays_kept_without_an_answer_of_redis(
-    any_redis: Any, monkeypatch: pytest.MonkeyPatch
-):
-    deployment = uuid.uuid4().hex
-    first, second = (KeptEngine(any_redis, deployment, lambda: False) for _ in range(2))
-    async with first.keep("http://one:1"):
-        await second.read()
-        assert second.url == "http://one:1"
-        with monkeypatch.context() as broken:
-            broken.setattr(kept_engine, "CALL_SECONDS", 0.0)
-            await second.read()
-            assert second.url == "http://one:1"
-            broken.setattr(kept_engine, "LEASE_SECONDS", 0.0)
-            await second.read()
-            assert second.url is None
-        await second.read()
-        assert second.url == "http://one:1"
-    # It reads until it knows that none is kept, although no death is remembered.
-    async with in_background(second.watch()):
-        await becomes(lambda: second.url is None)
-
-
 @pytest.mark.usefixtures("short_pauses")
 async def test_a_request_without_a_usable_engine_lets_others_go_first(any_redis: Any):
     fleet = engines("http://one:1")
@@ -261,7 +245,7 @@ async def test_a_request_that_gets_no_engine_of_its_own_is_refused(any_redis: An
         await turns.begin("a", asyncio.Event())
     assert int(refused.value.headers["Retry-After"]) >= 1
     assert not turns.isolation.is_active
-    assert turns.isolation._waiting == {}
+    assert turns.isolation._lines == {}
 
 
 async def test_a_request_that_is_suspected_no_longer_waits_no_longer(any_redis: Any):
@@ -276,7 +260,7 @@ async def test_a_request_that_is_suspected_no_longer_waits_no_longer(any_redis: 
     await becomes(lambda: turns.waiting("a") == 1)
     suspected.clear()
     assert await waits is None
-    assert turns.isolation._waiting == {}
+    assert turns.isolation._lines == {}
 
 
 async def test_a_cancelled_wait_keeps_no_engine(any_redis: Any):
@@ -289,7 +273,7 @@ async def test_a_cancelled_wait_keeps_no_engine(any_redis: Any):
         with pytest.raises(asyncio.CancelledError):
             await waits
     assert not turns.isolation.is_active
-    assert turns.isolation._waiting == {}
+    assert turns.isolation._lines == {}
     assert await turns.begin("a", already_over()) is fleet[0]
 
 
@@ -342,19 +326,6 @@ async def test_a_long_turn_ends_for_the_others(any_redis: Any, monkeypatch: pyte
     assert not turns.isolation.allows(fleet[1]), "another turn goes on"
     other_over.set()
     await other
-
-
-async def test_a_turn_is_renewed(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kept_engine, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(kept_engine, "RENEW_SECONDS", 0.1)
-    kept, other = (KeptEngine(any_redis, deployment, lambda: True) for deployment in ["one"] * 2)
-    async with kept.keep("http://one:1") as is_kept:
-        assert is_kept
-        await asyncio.sleep(1.0)
-        async with other.keep("http://two:1") as is_kept_too:
-            assert not is_kept_too
-    async with other.keep("http://two:1") as is_kept_too:
-        assert is_kept_too
 
 
 @pytest.mark.usefixtures("short_pauses")

@@ -326,3 +326,40 @@ async def test_deadlines_order_a_tenants_own_requests_only():
         # acme came first among equally served tenants, so it has the first turn, whatever its requests' deadlines.
         queue.free(next(iter(queue._admitted)))
     assert entered == ["first", "target", "late", "globex"]
+
+
+async def test_a_request_that_gave_its_place_back_waits_for_another(crowd: Crowd):
+    queue, entered = crowd.queue, list[str]()
+    back = asyncio.Event()
+
+    async def come_twice() -> None:
+        place = Place("twice", 1.0, 5, ServiceMeter(0))
+        async with queue.enter(place):
+            queue.free(place)
+            await back.wait()
+            await queue.enter_again(place)
+            entered.append("twice")
+            assert queue.inside == 1
+
+    task = asyncio.create_task(come_twice())
+    await settled()
+    assert queue.inside == 0
+    first, second = await crowd.come("a"), await crowd.come("a")
+    back.set()
+    await settled()
+    assert (queue.inside, queue.waiting, entered) == (1, 2, [])
+    first.leave.set()
+    second.leave.set()
+    await task
+    assert (queue.inside, queue.waiting, entered) == (0, 0, ["twice"])
+
+
+async def test_a_request_that_waits_again_and_leaves_leaves_nothing_behind():
+    queue = make_queue(lambda: 1, max_seconds=0.05)
+    place = Place("twice", 1.0, 5, ServiceMeter(7))
+    async with queue.enter(place):
+        queue.free(place)
+        async with queue.enter(Place("a", 1.0, 5, ServiceMeter(0))):
+            with pytest.raises(Overloaded):
+                await queue.enter_again(place)
+    assert (queue.inside, queue.waiting) == (0, 0)
