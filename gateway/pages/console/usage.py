@@ -20,6 +20,7 @@ from gateway.pages.widgets.periods import (
     MONTH,
     PagePeriod,
     bounds_before,
+    range_text,
     read_period,
     segments_of,
     whole,
@@ -99,7 +100,7 @@ class ConsoleUsage(ConsolePages):
             periods=segments_of(request, span, PERIODS),
             principal=principal,
             by_day=_is_by_day(principal, by) and span.name in LENGTHS,
-            before_title=f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
+            before_title=f"the period before, {range_text(*bounds_before(span))}",
             **context,
         )
 

@@ -1,5 +1,6 @@
 """`/admin/`: what happens now, compared with the period before, and what needs attention."""
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ GROUPS = ("tenant", "model", "engine")
 SPARK_POINTS = 40
 # Lowest rate per second that is shown.
 MIN_RATE = 0.1
+# Reasons of failures with a series of their own.
+MAX_REASONS = 8
 # Titles of a tile and of the chart of the same times.
 TTFT_TITLE, LATENCY_TITLE = "Time to first token", "Time of a whole answer"
 QUANTILE_NAMES = ("p50", "p95", "p99")
@@ -176,19 +179,35 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
         return {"times": times, "unit": "ms", "series": series, "stacked": False}
 
     by = f"by {group}"
-    failed = [
-        {"name": f"{each.code}{f' ({each.limit})' if each.limit else ''}", "values": each.curve}
-        for each in report.refusals[:8]
-        if each.requests
-    ]
+    failures = {"times": times, "unit": "", "series": _failures(report), "stacked": True}
     return [
         ("requests", f"Requests {by}", stacked("per s", per_second("requests"))),
         ("tokens", f"Tokens out {by}", stacked("per s", per_second("completion_tokens"))),
         ("cost", f"Cost {by}", stacked("currency", costs)),
         ("ttft", TTFT_TITLE, lines(report.times.ttft)),
-        ("failed", "Errors and refusals by reason", {"times": times, "unit": "", "series": failed, "stacked": True}),
+        ("failed", "Errors and refusals by reason", failures),
         ("latency", LATENCY_TITLE, lines(report.times.latency)),
     ]
+
+
+def _failures(report: ActivityReport) -> list[dict[str, Any]]:
+    """Return a series for each reason with failed requests, the first MAX_REASONS by name.
+
+    Requests that an engine refused keep its code, and one code can have several statuses.
+    """
+    failed = [each for each in report.refusals if each.requests]
+    shared = {code for code, number in Counter((each.code, each.limit) for each in failed).items() if number > 1}
+
+    def name(each: Refusals) -> str:
+        status = (str(each.status) if each.status else "admitted") if (each.code, each.limit) in shared else ""
+        more = ", ".join(filter(None, (each.limit, status)))
+        return f"{each.code} ({more})" if more else each.code
+
+    series: list[dict[str, Any]] = [{"name": name(each), "values": each.curve} for each in failed[:MAX_REASONS]]
+    if others := failed[MAX_REASONS:]:
+        title = f"{len(others)} other{'s' if len(others) > 1 else ''}"
+        series.append({"name": title, "values": _summed([each.curve for each in others])})
+    return series
 
 
 def _sparks(report: ActivityReport) -> dict[str, list[float | None]]:

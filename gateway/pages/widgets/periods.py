@@ -1,7 +1,7 @@
 """Period of a page, from `?period=`, from `?since=` and `?until=`, or around the time `?at=`."""
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from typing import NamedTuple
 
 from aiohttp import web
@@ -131,6 +131,21 @@ def segments_of(request: web.Request, period: PagePeriod, names: tuple[str, ...]
     """Return links to the periods, for the macro `segments`."""
     without = {"since": None, "until": None, "at": None, "after": None}
     return [(TITLES[name], link(request, period=name, **without), name == period.name) for name in names]
+
+
+def range_text(since: datetime, until: datetime) -> str:
+    """Return a period in words: whole days by their dates, the last one included, and others with their times."""
+    since, until = since.astimezone(UTC), until.astimezone(UTC)
+    if since.time() == until.time() == time() and since < until:
+        last = until - timedelta(days=1)
+        return _day(since) if since == last else f"{_day(since)} to {_day(last)}"
+    if since.date() == until.date():
+        return f"{_day(since)}, {since:%H:%M} to {until:%H:%M} UTC"
+    return f"{_day(since)} {since:%H:%M} to {_day(until)} {until:%H:%M} UTC"
+
+
+def _day(moment: datetime) -> str:
+    return f"{moment.day} {moment:%b %Y}"
 
 
 def month_start(moment: datetime) -> datetime:

@@ -126,7 +126,7 @@ async def test_a_period_is_compared_with_the_one_before(reader: Reader, database
     acme, globex = table(text)
     assert acme[3] == "▲ 50 % more"
     assert globex[3] == "new"
-    assert re.search(r"75 %<span class=\"sr\"> more than the period before", text)
+    assert re.search(r"75 %<span class=\"sr\"> more than the period before, 7 Mar 2026 to 8 Mar 2026<", text)
 
 
 async def test_filters_narrow_everything(reader: Reader, database: Database):

@@ -19,7 +19,7 @@ from gateway.records.attention import Concerns
 from gateway.records.sql.database import Database
 from testing.gateway.rows import NOON, row
 from tests.gateway.pages.conftest import Reader, World
-from tests.gateway.pages.records import fill, serving
+from tests.gateway.pages.records import fill, refused, serving
 
 # The figures are made from the rows of either database by the same code.
 pytestmark = pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
@@ -115,3 +115,27 @@ async def test_charts_have_a_series_for_each_group(reader: Reader, database: Dat
         expected = {group: number * of_one for group, number in requests.items()}
         assert found == pytest.approx(expected, rel=0.05), name
         assert f"<b>{title}</b>" in text
+
+
+async def test_reasons_of_failures_have_names_of_their_own(reader: Reader, database: Database):
+    """A code with two statuses had two series of one name, and reasons beyond the eighth had none."""
+    code, at = "invalid_request_error", {"at": NOON, "exceeded": None, "code": "invalid_request_error"}
+    others = [refused(i, at=NOON, exceeded=None, code=f"other_{i}") for i in range(10, 20)]
+    await fill(
+        database,
+        *(refused(i, **at, status=status) for i, status in enumerate((400, 400, 400, 404, 404))),
+        *(row(f"req_{i}", status="failed", error_code=code, created_at=NOON) for i in range(2)),
+        *(refused(i, at=NOON) for i in (7, 8)),
+        *others,
+    )
+    _, text = await reader.get("/admin/?since=2026-01-01T11:00&until=2026-01-01T13:00")
+    [data] = re.findall(r'id="chart-failed" data-chart="([^"]*)"', text)
+    series = [(each["name"], sum(each["values"])) for each in json.loads(html.unescape(data))["series"]]
+    assert series[0] == (f"{code} (400)", 3)
+    assert set(series[1:4]) == {
+        (f"{code} (404)", 2),
+        (f"{code} (admitted)", 2),
+        ("rate_limit_exceeded (tokens_per_minute)", 2),
+    }
+    assert [name for name, _ in series[4:8]] == [each.code for each in others[:4]]
+    assert series[8:] == [("6 others", 6)]
