@@ -186,6 +186,7 @@ class Reservations:
             return
         self._owners.discard(reservation.owner)
         del self._waiting[digest]
+        self._asking.pop(digest, None)
         self.reserved.remove(reservation.size)
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)

@@ -376,3 +376,16 @@ def test_a_reservation_acts_for_no_tenant_that_has_left():
     reservations.begin_step(PAGE_WAIT_S)
     assert len(reservations) == 0
     assert reservations.reserved == reservations.reserved_overdue == Amount()
+
+
+def test_a_reservation_that_is_made_again_in_a_step_acts_for_no_tenant_of_the_last_one():
+    """Such a tenant became its owner without waiting for it, and then a reservation could act for no tenant at all."""
+    reservations = Reservations(Amount(slots=1))
+    reservations.add("shared", "last", 1.0, Amount(slots=1), 0.0)
+    [placed] = reservations
+    reservations.end_wait(placed, 0.0)
+    reservations.add("shared", "next", 1.0, Amount(slots=1), 0.0)
+    reservations.begin_step(0.0)
+    assert [each.asking for each in reservations] == [(("next", 1.0),)]
+    reservations.leave("shared", "next")
+    assert not reservations
