@@ -140,9 +140,12 @@ class Engine:
             self.adapters.page_bytes,
         )
 
-    def abort(self, request_id: str) -> None:
-        """End a request at once, in any state. Its blocks and its adapter's pin are free on return."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None:
+        """End a request at once, in any state. Its blocks and its adapter's pin are free on return.
+
+        is_complete: whether its text has ended, at a stop string.
+        """
+        self.scheduler.abort(request_id, is_complete=is_complete)
 
     def has_work(self) -> bool:
         return bool(self.scheduler.requests) or self._in_flight is not None

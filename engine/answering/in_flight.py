@@ -120,12 +120,15 @@ class InFlight:
             )
             raise TenantQueueFull(message, retry_after=1)
 
-    def abort(self, request_id: str) -> None:
-        """Abort a sequence before the next step. It may receive outputs of the in-flight step until it is released."""
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None:
+        """Abort a sequence before the next step. It may receive outputs of the in-flight step until it is released.
+
+        is_complete: see `messages.Abort`.
+        """
         if self._core.failure is not None:
             self.released(request_id)
             return
-        self._core.abort(request_id)
+        self._core.abort(request_id, is_complete=is_complete)
 
     async def close(self, drain_s: float) -> None:
         """Refuse new requests, wait at most `drain_s` seconds for those in flight, abort the rest, close the core."""

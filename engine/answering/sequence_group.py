@@ -10,7 +10,7 @@ from engine.scheduling.request import RequestOutput, TokenLogprobs
 class Releases(Protocol):
     """Methods of `engine.answering.in_flight.InFlight` that a group calls."""
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None: ...
     def released(self, request_id: str) -> None: ...
 
 
@@ -78,11 +78,11 @@ class SequenceGroup:
         self.allowance = max(self.allowance or 0, tokens)
 
     def stop(self, index: int) -> None:
-        """Abort one sequence; the engine drops it before the next step."""
+        """Abort one sequence, whose text is complete; the engine drops it before the next step."""
         request_id = self._ids[index]
         if request_id in self._live:
             del self._live[request_id]
-            self._owner.abort(request_id)
+            self._owner.abort(request_id, is_complete=True)
 
     def __enter__(self) -> "SequenceGroup":
         return self

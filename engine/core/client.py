@@ -114,9 +114,12 @@ class CoreClient:
         """Queue the sequences of one request. Their outputs or refusals follow as events."""
         self._send(messages.Add.of(new_requests, rules))
 
-    def abort(self, request_id: str) -> None:
-        """End a sequence before the next step; `released` follows. Outputs of the step in flight may come before."""
-        self._send(messages.Abort(request_id))
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None:
+        """End a sequence before the next step; `released` follows. Outputs of the step in flight may come before.
+
+        is_complete: see `messages.Abort`.
+        """
+        self._send(messages.Abort(request_id, is_complete))
 
     async def state(self, host_version: int = -1) -> StateReading:
         """Return the state between two steps. Raises EngineUnavailable, like the methods below.

@@ -80,9 +80,13 @@ class Add(Message):
 
 
 class Abort(Message):
-    """End a sequence before the next step; `Released` follows. Outputs of the step in flight may come before."""
+    """End a sequence before the next step; `Released` follows. Outputs of the step in flight may come before.
+
+    is_complete: whether its text has ended, at a stop string. Its length then says how long other answers become.
+    """
 
     request_id: str
+    is_complete: bool = False
 
 
 class AddMixture(Message):

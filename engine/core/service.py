@@ -79,8 +79,8 @@ class CoreService:
             match command:
                 case messages.Add():
                     self._add(command)
-                case messages.Abort(request_id):
-                    self._abort(request_id)
+                case messages.Abort(request_id, is_complete):
+                    self._abort(request_id, is_complete)
                 case messages.Ask(call, question):
                     task = self._event_loop.create_task(self._reply(call, question))
                     self._tasks[call] = task
@@ -140,9 +140,9 @@ class CoreService:
         grammar = None if rules.grammar is None else await self._grammars.get(rules.grammar, tenant_id)
         return {"grammar": grammar, "allowed": allowed, "bad_words": banned, "logit_bias": rules.bias}
 
-    def _abort(self, request_id: str) -> None:
+    def _abort(self, request_id: str, is_complete: bool) -> None:
         if request_id not in self._preparing:
-            self._steps.abort(request_id)
+            self._steps.abort(request_id, is_complete=is_complete)
             return
         left, task = self._preparing.pop(request_id)
         del left[request_id]

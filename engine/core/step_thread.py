@@ -41,7 +41,7 @@ class StepEngine(Protocol):
     @property
     def facts(self) -> EngineFacts: ...
     def add_request(self, new: NewRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, is_complete: bool) -> None: ...
     def has_work(self) -> bool: ...
     @property
     def is_waiting_for_adapters(self) -> bool: ...
@@ -122,11 +122,14 @@ class StepThread:
             self._arrivals.put(new)
             self._work.notify()
 
-    def abort(self, request_id: str) -> None:
-        """End a sequence before the next step, or never add it; `Released` follows."""
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None:
+        """End a sequence before the next step, or never add it; `Released` follows.
+
+        is_complete: see `messages.Abort`.
+        """
 
         def abort() -> None:
-            self._engine.abort(request_id)
+            self._engine.abort(request_id, is_complete=is_complete)
             self._send(Released(request_id))
 
         with self._work:

@@ -166,12 +166,11 @@ class Scheduler:
                 self._block_demand.observe(request)
             self._release(request)
 
-    def abort(self, request_id: str) -> Request | None:
-        """End a request in any state. Return None if it is unknown or has ended."""
+    def abort(self, request_id: str, *, is_complete: bool = False) -> Request | None:
+        """End a request in any state. Return None if it is unknown or has ended. is_complete: see `Engine.abort`."""
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        self._finish(request, "abort")
+        if request is not None:
+            self._finish(request, "stop" if is_complete else "abort")
         return request
 
     def fail(self, request: Request, error: str) -> None:
@@ -379,6 +378,7 @@ class Scheduler:
             self.policy.remove(request)
         self.targets.count_end(request, reason)
         request.finish(reason, error)
+        self._block_demand.observe(request)
         self._release(request)
 
     def _release(self, request: Request) -> None:

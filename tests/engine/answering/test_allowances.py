@@ -167,7 +167,7 @@ class Loop:
     def __init__(self) -> None:
         self.aborted: list[str] = []
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_complete: bool = False) -> None:
         self.aborted.append(request_id)
 
     def release(self, request_id: str) -> None:

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 
+from testing.engine import RunningServer
+
 PROMPT = "The quick brown fox"
 MESSAGES = [{"role": "user", "content": "Hi there"}]
 
@@ -123,6 +125,17 @@ async def test_stop_strings_cut_the_text_and_free_the_request(client):
     assert text_of(events) == text[:at]
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
     await client.wait_for(lambda state: not state["running"])
+
+
+async def test_answers_that_a_stop_string_ended_are_learnt(client, server: RunningServer):
+    """The engine expected 1,050 tokens of each answer of a client that always sends stop strings."""
+    learnt = server.core.engine.scheduler._block_demand
+    text = (await client.complete(prompt=PROMPT, max_tokens=60, ignore_eos=True))["choices"][0]["text"]
+    for _ in range(4):
+        before = learnt.expected_outputs("")
+        await client.complete(prompt=PROMPT, max_tokens=60, ignore_eos=True, stop=[text[10:14]])
+        await client.wait_for(lambda state: not state["running"])
+        assert 60 < learnt.expected_outputs("") < 0.95 * before
 
 
 async def test_stop_token_ids_end_without_being_said(client):

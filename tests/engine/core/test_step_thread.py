@@ -59,7 +59,7 @@ class SlowToAdd:
         time.sleep(0.003)
         self.added.append(new.request_id)
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, *, is_complete: bool) -> None: ...
 
     def has_work(self) -> bool:
         return len(self.added) < 100
@@ -163,7 +163,7 @@ class Gated(SlowToAdd):
         assert self.gate.wait(60)
         self.added.append(new.request_id)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_complete: bool) -> None:
         self.aborted.append(request_id)
 
     def state(self) -> EngineState:
@@ -206,7 +206,7 @@ class Patient:
     def add_request(self, new: NewRequest) -> None:
         self.added.append(new.request_id)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, is_complete: bool) -> None:
         self.spare_seconds = 0.0
 
     def has_work(self) -> bool:

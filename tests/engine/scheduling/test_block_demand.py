@@ -149,6 +149,26 @@ def test_the_average_over_tenants_loses_its_weight_as_a_tenants_own_answers_beco
     assert demand.expected_outputs("short") < 1.2 * block_demand.MARGIN * 8
 
 
+def steps_of_short_answers(**left: bool) -> int:
+    """Return the steps that 400 answers of 20 tokens take, whose limit is 1,000, if they end by an abort."""
+    world, running = World(seats=64, blocks=400), list[Request]()
+    for number in range(20_000):
+        if number < 400:
+            running.append(world.ask(Asked(0, "a", 1.0, 50, 1000)))
+        for request in [each for each in running if each.num_output_tokens >= 20]:
+            world.scheduler.abort(request.request_id, **left)
+            running.remove(request)
+        if number > 400 and not running:
+            return number
+        world.step()
+    raise AssertionError("the answers did not end")
+
+
+def test_complete_answers_are_learnt_and_those_of_clients_that_leave_are_not() -> None:
+    """A stop string ends an answer at the front, which aborts its sequence."""
+    assert steps_of_short_answers(is_complete=True) < 0.5 * steps_of_short_answers()
+
+
 def test_streams_longer_than_expected_do_not_keep_another_tenant_to_one_seat() -> None:
     """Streams that outgrow every expectation are expected to fill the cache. A tenant with a seat got no second one,
     however far it was behind: 59 of its answers ended in these steps.
