@@ -47,12 +47,19 @@ class Expectations:
         """Return the tokens that one choice holds at first, including the margin."""
         return round(self._estimates.get(tenant_id, model) or FIRST) + MARGIN
 
+    def expect_after(self, tenant_id: str, model: str, completion: float, seconds: float) -> int:
+        """Return the tokens that one choice will hold at first if one of these tokens and this duration ends now."""
+        return round(self._learnt(tenant_id, model, completion, seconds)) + MARGIN
+
     def learn(self, tenant_id: str, model: str, completion: float, seconds: float) -> None:
         """Update the estimate with the tokens and the duration of one choice that has ended."""
+        self._estimates.put(tenant_id, model, self._learnt(tenant_id, model, completion, seconds))
+
+    def _learnt(self, tenant_id: str, model: str, completion: float, seconds: float) -> float:
         needed = completion / (1 + seconds / WINDOW_SECONDS)
         estimate = self._estimates.get(tenant_id, model) or FIRST
         estimate *= GAIN ** (QUANTILE if needed > estimate else QUANTILE - 1)
-        self._estimates.put(tenant_id, model, min(MAX_ESTIMATE, max(MIN_ESTIMATE, estimate)))
+        return min(MAX_ESTIMATE, max(MIN_ESTIMATE, estimate))
 
 
 class Pace:
@@ -167,6 +174,14 @@ class Hold:
     def refused(self) -> RateLimited:
         """Return the error for the last denied growth."""
         return self._refusal(self._denied or Grown(self.pace.allowed, 0, ""))
+
+    async def refused_at_end(self) -> RateLimited:
+        """Charge the tokens of an answer that its engine ended, and return the error with the wait from now on."""
+        while self._asking is not None:
+            await asyncio.wait({self._asking})
+        ended = await asyncio.shield(self._ask(0))
+        field = "" if self._denied is None else self._denied.field
+        return self._refusal(Grown(self.pace.allowed, ended.wait, field))
 
     async def _cover_all(self, failed: Callable[[RateLimited], None]) -> None:
         try:

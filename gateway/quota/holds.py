@@ -10,7 +10,8 @@ from gateway.errors import RateLimited
 from gateway.quota.demand import Demand
 from gateway.quota.growing_hold import Expectations, Hold, Pace
 from gateway.quota.limits import Limit
-from gateway.quota.local import GAUGE_WAIT_MS, Grown
+from gateway.quota.local import Grown
+from gateway.quota.rate_debt import GAUGE_WAIT_MS
 from gateway.quota.refusals import cut_off
 from gateway.quota.reservation import Reservation
 from gateway.quota.without_redis import WithoutRedis
@@ -44,11 +45,21 @@ class Holds:
             return reservation
         tenant_id, request_id = demand.tenant_id, demand.request_id
 
+        def expected_next(used: int) -> int:
+            """Return the completion tokens that the same request would hold at first if this one ended now."""
+            if not model:
+                return demand.first_completion
+            completion, seconds = (used - demand.prompt_tokens) / demand.choices, time.monotonic() - hold.started
+            each = self._expectations.expect_after(tenant_id, _key(model), completion, seconds)
+            expected = min(demand.max_tokens, each) * demand.choices
+            return msgspec.structs.replace(demand, expected=expected).within(limits).first_completion
+
         async def grow(used: int, wanted: int) -> Grown:
-            local = self._without_redis.grow(tenant_id, request_id, used, wanted)
+            expected = expected_next(used)
+            local = self._without_redis.grow(tenant_id, request_id, used, wanted, expected)
             if local is not None:
                 return local
-            reply = await self._script(tenant_id, "grow", request_id, used, wanted)
+            reply = await self._script(tenant_id, "grow", request_id, used, wanted, expected)
             if reply is None:
                 # Redis has lost the lease; the next extension restores it.
                 return Grown(used + wanted, 0, "")

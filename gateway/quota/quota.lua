@@ -33,7 +33,8 @@
 --     Reserves `prompt` and at most `completion` tokens; of the completion it grants a multiple of `step` or refuses.
 --     Rates hold `expected` of the completion at first.
 --     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
---         reset (the last two in ms), of each limit whose backfill is to be repeated: its number from 0 on, since}
+--         reset (both in ms), the room that running requests reserve, of each limit whose backfill is to be repeated: its
+--         number from 0 on, since}
 --     -> {2, of each limit to be backfilled: its number, since}; nothing is reserved. {2} if another server's states are
 --        not dropped yet: the call is to be repeated.
 --   peek, then of each limit: field, limit
@@ -47,10 +48,11 @@
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none, 1 if another gateway settles or 0
 --     -> the event's id in the stream, the request's id if there is no event; nil, without any change, if the id holds
 --        no lease, or if another gateway settles a request whose own gateway lives and has extended its lease again
---   grow, id, used, wanted
+--   grow, id, used, wanted, expected
 --     Turns `used` tokens into debt and holds up to `wanted` more, but never less than is left of the hold.
---     -> {total of tokens that may be used, wait (ms) for the denied part, field of the exceeded limit or ''};
---        nil if the id holds no lease
+--     -> {total of tokens that may be used, wait (ms), field of the exceeded limit or ''}; nil if the id holds no lease.
+--        wait: if nothing was wanted or a part was denied, the time until the rates admit the same request again, which
+--        then holds `expected` of its completion at first
 --   extend, lease ms, then of each request: id, progress or '', tokens used or ''     -> the ids that hold no lease
 --   restore, lease ms, id, admission, tokens, completion, cost, held, charged, note, then of each limit: field, limit
 --     Restores a lease that was lost with this server's data, without a check for room. The limits do not include rates
@@ -70,12 +72,15 @@
 --   PERIOD      of a budget: day, week (from Monday), month or 30 days
 --   ROLLING     of a rolling budget, which counts the last days: their number, with today
 --   BACKFILLED  the ledger has its usage
--- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
+-- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_DECAY_MS,
+-- MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
 local STATE, LEASES, RECORDS, USAGE, ABANDONED = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local PROGRESS = ':progress'
--- Suffixes of a limit's field: the moment `since` of a pending backfill, and the tokens that running requests hold.
+-- Suffixes of a limit's field: the moment `since` of a pending backfill, and the tokens of a rate that running requests
+-- hold, or the money of a budget that they reserve. The held tokens are not in the debt; the reserved money is in the
+-- amount spent.
 local PENDING, HOLD = '?', '#'
 -- Fields of no limit: the server's run id with the moment (ms) when it was last compared, the moment (ms) when the
 -- counts of running requests were last compared with their records, the HSCAN cursor from which the next comparison
@@ -402,6 +407,23 @@ local function row_of(record)
   return record.row or record.at
 end
 
+-- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
+-- `since`, or there is no state.
+local function is_the_ledgers(record, kind, state)
+  return BACKFILLED[kind] and (not state or row_of(record) < struct.unpack('d', state, 17))
+end
+
+-- Return the money of a record that is in the amount spent of a budget's state. A request that was admitted in an earlier
+-- period belongs to that period.
+local function reserved_of(record, kind, state)
+  if is_the_ledgers(record, kind, state) then
+    return 0
+  end
+  local of_period = struct.unpack('d', state)
+  local is_counted = ROLLING[kind] or of_period == period_at(kind, floor(record.at / 1000000))
+  return is_counted and record.cost or 0
+end
+
 -- Add `more` to the tokens that are held of a record's rates.
 local function change_held(record, more)
   for i = 1, #record.limits, 2 do
@@ -458,6 +480,8 @@ local function recount()
           sums[field] = (sums[field] or 0) + amount_of(kind, record.tokens, 0)
         elseif TOKEN_RATE[kind] and record.v == VERSION then
           sums[field .. HOLD] = (sums[field .. HOLD] or 0) + held_of(record)
+        elseif BUDGET[kind] then
+          sums[field .. HOLD] = (sums[field .. HOLD] or 0) + reserved_of(record, kind, read(field))
         end
       end
     end
@@ -468,7 +492,7 @@ local function recount()
     write(CURSOR, cursor ~= '0' and cursor)
   end
   for field, sum in pairs(sums) do
-    write(field, string.format('%d', sum))
+    write(field, sum > 0 and string.format('%d', sum))
   end
 end
 
@@ -554,15 +578,16 @@ local function pending_since(field, kind)
 end
 
 -- Limits of an `acquire` or a `peek`, as parallel arrays, which are faster than a table for each limit:
---   states     the state of each limit; from count + 1 on, the tokens that running requests hold of it
+--   states     the state of each limit; from count + 1 on, the tokens or the money that running requests hold of it
 --   used       of a gauge or budget: the used requests, tokens or money
 --   held_time  of a rate: the time of its held tokens, in microseconds
 --   occupied   of a rate: its debt and `held_time`, in microseconds
 --   early      of a rate: microseconds by which its debt is paid off earlier than at the limit's own rate
 --   room       requests, tokens or money left
+--   reserved   of a token rate or a budget: what would be left in addition if running requests used nothing more
 --   waits      ms until the request has room
 local count, fields, kinds, limits, states
-local used, held_time, occupied, early, room, waits = {}, {}, {}, {}, {}, {}
+local used, held_time, occupied, early, room, reserved, waits = {}, {}, {}, {}, {}, {}, {}
 
 -- Read the limits, which begin with the argument `first`. Return false if another server's states are not dropped yet;
 -- those of these limits then count as dropped. `is_dry`: drop none.
@@ -611,11 +636,17 @@ local function not_backfilled()
   return row, unknown
 end
 
--- Compute `used`, `held_time`, `occupied`, `early` and `room` of the limits.
+-- Return the money that running requests reserve of the budget i. That of an earlier period is not in `used`.
+local function held_money(i)
+  return min(used[i], tonumber(states[count + i] or 0))
+end
+
+-- Compute `used`, `held_time`, `occupied`, `early`, `room` and `reserved` of the limits.
 local function measure()
   for i = 1, count do
     local kind, limit, state = kinds[i], limits[i], states[i]
     local window = WINDOW[kind]
+    reserved[i] = 0
     if window then
       local unit, held_tokens, debt = window / limit, states[count + i], 0
       states[i], debt, early[i] = under_limit(fields[i], kind, state, limit, held_tokens)
@@ -623,6 +654,9 @@ local function measure()
       occupied[i] = debt + held_time[i]
       -- The rounding error of a sum of T is below a thousandth of a unit.
       room[i] = max(0, floor((window - occupied[i]) / unit + 0.001))
+      if held_time[i] > 0 then
+        reserved[i] = max(0, floor((window - debt) / unit + 0.001)) - room[i]
+      end
     else
       if ROLLING[kind] then
         state = rolled(kind, state)
@@ -630,6 +664,9 @@ local function measure()
       end
       used[i] = BUDGET[kind] and spent_of(kind, state) or tonumber(state or 0)
       room[i] = max(0, limit - used[i])
+      if BUDGET[kind] then
+        reserved[i] = max(0, limit - used[i] + held_money(i)) - room[i]
+      end
     end
   end
 end
@@ -656,14 +693,30 @@ local function granted_of(ask)
   return max(min(ask.step, ask.completion), floor(granted / ask.step) * ask.step)
 end
 
+-- Return the wait (ms) until a rate without room has room for `needed` microseconds. A wait of at most MAX_DECAY_MS lasts
+-- until the debt is low enough, whatever running requests do. Otherwise, running requests are expected to return what they
+-- hold: the end of one is unknown, so a request is to be repeated soon, but not before the debt alone leaves room. `later`:
+-- the microseconds by which the debt is paid off later than at the rate of the limit.
+local function rate_wait(window, debt, held, needed, later)
+  local excess = debt + needed - window
+  local decay = ceil((excess + held + later) / 1000)
+  if held + needed <= window and decay <= MAX_DECAY_MS then
+    return max(1, decay)
+  end
+  return max(GAUGE_WAIT_MS, excess > 0 and ceil((excess + later) / 1000) or 0)
+end
+
 -- Return the wait (ms) until the limit i has room for `amount`, 0 if it has room now.
 local function wait_for(i, amount)
   if amount <= room[i] then
     return 0
   end
   local kind, window = kinds[i], WINDOW[kinds[i]]
+  if BUDGET[kind] and amount <= room[i] + reserved[i] then
+    return GAUGE_WAIT_MS
+  end
   if ROLLING[kind] then
-    local last, left, days = struct.unpack('d', states[i]), used[i], days_of(kind, states[i])
+    local last, left, days = struct.unpack('d', states[i]), used[i] - held_money(i), days_of(kind, states[i])
     local leaves = #days
     for place = 1, #days do
       left = left - days[place]
@@ -678,11 +731,8 @@ local function wait_for(i, amount)
     return BUDGET[kind] and period(kind)[3] - now_ms or GAUGE_WAIT_MS
   end
   local needed = (amount - 0.001) * (window / limits[i])
-  if held_time[i] + needed > window then
-    return GAUGE_WAIT_MS
-  end
-  local paused = decays_from(states[i]) - now
-  return max(1, ceil((occupied[i] + needed - window + paused - early[i]) / 1000))
+  local later = decays_from(states[i]) - now - early[i]
+  return rate_wait(window, occupied[i] - held_time[i], held_time[i], needed, later)
 end
 
 -- Take `amount` of the limit i. Return the `since` of a backfill that is to be repeated, or nil.
@@ -699,11 +749,16 @@ local function take(i, amount)
     end
   elseif ROLLING[kind] then
     state = spent_on(kind, before, period(kind)[1], amount)
+    change(fields[i] .. HOLD, amount)
   elseif BUDGET[kind] then
-    -- A new period begins with nothing spent, without a backfill.
+    -- A new period begins with nothing spent and nothing reserved, without a backfill.
     local number = period(kind)[1]
-    local of_period = struct.unpack('d', before) == number and before or unused(kind, now)
-    state = packed_budget(number, used[i] + amount, of_period)
+    local is_present = struct.unpack('d', before) == number
+    state = packed_budget(number, used[i] + amount, is_present and before or unused(kind, now))
+    if not is_present then
+      write(fields[i] .. HOLD, false)
+    end
+    change(fields[i] .. HOLD, amount)
   else
     change(fields[i], amount)
   end
@@ -752,8 +807,8 @@ end
 local function reply_of(allowed, granted, row, due)
   local reply = {allowed and 1 or 0, granted, row}
   for i = 1, count do
-    local at = 3 * i + 1
-    reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset_of(i)
+    local at = 4 * i
+    reply[at], reply[at + 1], reply[at + 2], reply[at + 3] = room[i], waits[i], reset_of(i), reserved[i]
   end
   for i = 1, #due do
     reply[#reply + 1] = due[i]
@@ -853,6 +908,10 @@ local function backfill(field, limit, since, counted, known)
       return 0
     end
     write(field .. PENDING, false)
+    if BUDGET[kind] then
+      -- The costs of running requests reach the new state through the ledger.
+      write(field .. HOLD, false)
+    end
     local check = since + FIRST_CHECK
     if window then
       -- More than the limit counts if it was lowered. With this basis all of it is paid off within a window.
@@ -873,23 +932,17 @@ local function backfill(field, limit, since, counted, known)
   return 1
 end
 
--- Read the states of a record's limits, and the tokens that are held of its rates, with one call.
+-- Read the states of a record's limits, and what is held of its rates and budgets, with one call.
 local function read_states(record)
   local names = {}
   for i = 1, #record.limits, 2 do
     local field = record.limits[i]
     names[#names + 1] = field
-    if TOKEN_RATE[kind_of(field)] then
+    if TOKEN_RATE[kind_of(field)] or BUDGET[kind_of(field)] then
       names[#names + 1] = field .. HOLD
     end
   end
   read_all(names)
-end
-
--- Return whether a request's usage reaches the state of a limit through the ledger: it was admitted before the state's
--- `since`, or there is no state.
-local function is_the_ledgers(record, kind, state)
-  return BACKFILLED[kind] and (not state or row_of(record) < struct.unpack('d', state, 17))
 end
 
 -- Correct one limit to the real usage of a request.
@@ -908,15 +961,15 @@ local function settle_limit(record, field, kind, limit, tokens, cost, requests)
     if state or debt > 0 then
       write(field, packed_rate(kind, decays_from(state), debt, basis, state))
     end
-  elseif ROLLING[kind] then
-    local day = period_at(kind, floor(record.at / 1000000))
-    write(field, spent_on(kind, rolled(kind, state), day, cost - record.cost))
   elseif BUDGET[kind] then
+    local number = period_at(kind, floor(record.at / 1000000))
     local of_period, spent = struct.unpack('dd', state)
-    -- The cost of a request that was admitted in an earlier period belongs to that period.
-    if of_period == period_at(kind, floor(record.at / 1000000)) then
+    if ROLLING[kind] then
+      write(field, spent_on(kind, rolled(kind, state), number, cost - record.cost))
+    elseif of_period == number then
       write(field, packed_budget(of_period, max(0, spent + cost - record.cost), state))
     end
+    change(field .. HOLD, -reserved_of(record, kind, state))
   end
 end
 
@@ -949,10 +1002,28 @@ local function settle(id, tokens, cost, requests, event, is_abandoned)
   return event == '' and id or redis.call('XADD', USAGE, '*', 'event', event)
 end
 
+-- Return the wait (ms) until the limit `field` admits a record's request again if it ends now, 0 if it does so at once.
+-- `tokens`: those that it holds at first. `held`: its present hold.
+local function wait_again(record, field, limit, tokens, held)
+  local kind, state = kind_of(field), read(field)
+  local window, basis = WINDOW[kind], basis_of(kind, state, limit)
+  local unit, amount, others = window / basis, 1, 0
+  if TOKEN_RATE[kind] then
+    amount = min(record.tokens, tokens + floor(basis / HEADROOM), basis)
+    others = max(0, (read(field .. HOLD) or 0) - held) * unit
+  end
+  local debt, needed = debt_of(state), (amount - 0.001) * unit
+  if debt + others + needed <= window then
+    return 0
+  end
+  return rate_wait(window, debt, others, needed, decays_from(state) - now)
+end
+
 -- Add `more` used tokens of a request to the debt of its rates, and compute its new hold: up to `wanted` tokens instead
--- of `held`. Return the hold, the wait for the denied part and the field of the exceeded limit.
-local function move(record, held, more, wanted)
-  local granted, wait, blocking = wanted, 0, ''
+-- of `held`. Return the hold and the field of the exceeded limit, or '' if nothing was denied. `tokens`: those that the
+-- same request would hold at first.
+local function move(record, held, more, wanted, tokens)
+  local granted, longest, blocking = wanted, 0, ''
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
     if TOKEN_RATE[kind] then
@@ -967,20 +1038,17 @@ local function move(record, held, more, wanted)
       granted = min(granted, floor((window - debt - others) / unit + 0.001))
       local excess = debt + others + (wanted - 0.001) * unit - window
       if excess > 0 and wanted > 0 then
-        local this = GAUGE_WAIT_MS
-        if excess <= debt then
-          this = max(1, ceil((excess + decays_from(state) - now) / 1000))
-        end
-        if this > wait then
-          wait, blocking = this, field
+        local this = 1 + wait_again(record, field, record.limits[i + 1], tokens, held)
+        if this > longest then
+          longest, blocking = this, field
         end
       end
     end
   end
-  return max(granted, held - more, 0), wait, blocking
+  return max(granted, held - more, 0), blocking
 end
 
-local function grow(id, used, wanted)
+local function grow(id, used, wanted, expected)
   local record = record_of(id)
   if not record then
     return false
@@ -990,7 +1058,8 @@ local function grow(id, used, wanted)
   end
   read_states(record)
   local charged, held = charged_of(record), held_of(record)
-  local more = max(0, used - charged)
+  local more, asks_for_wait = max(0, used - charged), wanted == 0 and expected
+  local tokens = record.tokens - record.completion + min(expected or 0, record.completion)
   wanted = max(0, min(wanted, record.tokens - charged - more))
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
@@ -999,7 +1068,13 @@ local function grow(id, used, wanted)
       wanted, more = wanted + more, 0
     end
   end
-  local granted, wait, blocking = move(record, held, more, wanted)
+  local granted, blocking = move(record, held, more, wanted, tokens)
+  local wait = 0
+  for i = 1, (asks_for_wait or blocking ~= '') and #record.limits or 0, 2 do
+    if WINDOW[kind_of(record.limits[i])] then
+      wait = max(wait, wait_again(record, record.limits[i], record.limits[i + 1], tokens, held))
+    end
+  end
   if more > 0 or granted ~= held then
     change_held(record, granted - held)
     record.charged, record.held = charged + more, granted
@@ -1055,6 +1130,12 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
   -- `extend` has found the lease missing and recounted all others.
   count_slots(record, 1)
   change_held(record, held)
+  for i = 1, #record.limits, 2 do
+    local field, kind = record.limits[i], kind_of(record.limits[i])
+    if BUDGET[kind] then
+      change(field .. HOLD, reserved_of(record, kind, read(field)))
+    end
+  end
   store_lease(id, lease_ms, record)
   return 1
 end
@@ -1138,7 +1219,7 @@ elseif call == 'settle' then
 elseif call == 'backfill' then
   reply = backfill(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'grow' then
-  reply = grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]))
+  reply = grow(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]))
 elseif call == 'extend' then
   reply = extend(tonumber(ARGV[2]))
 elseif call == 'restore' then

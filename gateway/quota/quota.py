@@ -206,8 +206,8 @@ class Quota:
             self._late_settlements.add(tenant_id, request_id)
             raise
         allowed, granted, now, *flat = reply
-        end = 3 * len(limits)
-        states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
+        end = 4 * len(limits)
+        states = [(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, end, 4)]
         for i in range(end, len(flat), 2):
             self._backfill.reload(tenant_id, limits[flat[i]], flat[i + 1])
         self._without_redis.remember_budgets(tenant_id, limits, states)

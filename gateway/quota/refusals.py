@@ -12,8 +12,8 @@ from gateway.quota.limits import Limit
 from wire.headers import BUDGET_HEADER
 from wire.money import exact_money, format_money
 
-# Remaining, wait (ms) and reset (ms) of each limit.
-States = Sequence[tuple[int, int, int]]
+# Remaining, wait (ms), reset (ms) and the room that running requests reserve, of each limit.
+States = Sequence[tuple[int, int, int, int]]
 
 _RATES = [kind for kind in REQUEST_KINDS if kind.window is not None]
 # Suffix of the headers -> the names of the limits that they report.
@@ -21,6 +21,8 @@ HEADERS = {
     "requests": {kind.name for kind in _RATES if kind.takes_one},
     "tokens": {kind.name for kind in _RATES if kind.is_token_rate},
 }
+# Requests that share a limit, by its owner.
+SHARING = {"tenant": "of all keys of this tenant", "key": "of this key", "model": "for this model"}
 WHOLE_ANSWER = (
     " Non-streaming requests to this model reserve all of max_tokens. A streaming request reserves less at first, and "
     "more as its answer grows."
@@ -57,27 +59,26 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
 def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: dict[str, str]) -> RateLimited:
     """Build the 429 for the exceeded limit with the longest wait."""
     index = max(range(len(limits)), key=lambda i: states[i][1])
-    limit, (remaining, wait, _) = limits[index], states[index]
+    limit, (remaining, wait, _, reserved) = limits[index], states[index]
     seconds = math.ceil(wait / 1000)
     needed = demand.needed(limit, demand.least)
+    # Only running requests are in the way if there is room without their reservations.
+    is_reserved = 0 < needed - remaining <= reserved
     if limit.kind.is_budget:
-        state = "is used up" if remaining <= 0 else "is nearly used up"
-        whole, cost, left = (format_money(max(0, each), demand.currency) for each in (limit.value, needed, remaining))
-        message = (
-            f"{period_words(limit.letter)} budget of this {limit.owner}, {whole}, {state}: the request may cost "
-            f"{cost}, {left} is left. Try again on {_midnight(seconds)}."
-        )
+        amounts = [needed, remaining, reserved if is_reserved else 0]
+        message = _budget_message(limit, amounts, demand.currency, seconds)
     else:
         parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
         message = (
             f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}"
-            f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {remaining}. "
+            f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {remaining}"
+            f"{f', and {reserved} are {_reserved_by(limit)}' if is_reserved else ''}. "
             f"Try again in {describe_wait(seconds)}."
         )
     return RateLimited(
         message,
         limit_class=limit.kind.limit_class,
-        code="insufficient_quota" if limit.kind.is_budget else None,
+        code="insufficient_quota" if limit.kind.is_budget and not is_reserved else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
         exceeded=Exceeded(
             name=limit.name, owner=limit.owner, value=limit.value, needed=needed, remaining=max(0, remaining)
@@ -86,7 +87,10 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
 
 
 def cut_off(limit: Limit, wait: int) -> RateLimited:
-    """Build the error that ends an answer or an upload when a limit has no more room. wait: ms until it has some."""
+    """Build the error that ends an answer or an upload when a limit has no more room.
+
+    wait: ms until the same request is admitted.
+    """
     seconds = math.ceil(wait / 1000)
     end = "The answer ends here; the generated tokens are charged."
     if limit.kind.charged == "upload":
@@ -112,7 +116,7 @@ def rate_headers(limits: Sequence[Limit], states: States, currency: str = "") ->
             if limit.name in reported and (tightest is None or state[0] < tightest[1][0]):
                 tightest = limit, state
         if tightest is not None:
-            limit, (remaining, _, reset) = tightest
+            limit, (remaining, _, reset, _) = tightest
             headers[f"x-ratelimit-limit-{name}"] = str(limit.value)
             headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
             headers[f"x-ratelimit-reset-{name}"] = format_duration(reset)
@@ -154,6 +158,27 @@ def _value(limit: Limit, currency: str = "") -> str:
     """Return a limit's value with its unit."""
     value = format_money(limit.value, currency) if limit.kind.is_budget else str(limit.value)
     return f"{value} {limit.kind.unit.format(s='' if limit.value == 1 else 's')}"
+
+
+def _budget_message(limit: Limit, amounts: Sequence[int], currency: str, seconds: int) -> str:
+    """Return the message of a refusal by a budget. amounts: the money that is needed, left, and reserved by running
+    requests if only these are in the way.
+    """
+    whole, cost, left, reserved = (format_money(max(0, each), currency) for each in (limit.value, *amounts))
+    budget = f"{period_words(limit.letter)} budget of this {limit.owner}, {whole},"
+    if amounts[2] > 0:
+        return (
+            f"{budget} has no room while other requests run: the request may cost {cost}, {left} is left, and "
+            f"{reserved} is {_reserved_by(limit)}. Try again in {describe_wait(seconds)}."
+        )
+    state = "is used up" if amounts[1] <= 0 else "is nearly used up"
+    return f"{budget} {state}: the request may cost {cost}, {left} is left. Try again on {_midnight(seconds)}."
+
+
+def _reserved_by(limit: Limit) -> str:
+    """Return the words for the requests or uploads that hold a limit's room."""
+    users = "uploads" if limit.kind.charged == "upload" else "requests"
+    return f"reserved by running {users} {SHARING[limit.owner]}, which return the unused part at their end"
 
 
 def _midnight(seconds: int) -> str:

@@ -37,9 +37,11 @@ class DailySpend(msgspec.Struct, frozen=True, gc=False):
         new = max(0, self.amounts[place] + amount)
         return DailySpend(self.day, (*self.amounts[:place], new, *self.amounts[place + 1 :]))
 
-    def wait(self, limit: int, amount: int, now: int) -> int:
-        """Return the ms until enough days have left the period that `amount` fits."""
-        left = self.total
+    def wait(self, limit: int, amount: int, held: int, now: int) -> int:
+        """Return the ms until enough days have left the period that `amount` fits. held: spending that running requests
+        only reserve.
+        """
+        left = self.total - held
         for place, spent in enumerate(self.amounts, 1):
             left -= spent
             if left + amount <= limit:

@@ -14,11 +14,16 @@ from gateway.limits.kinds import (
     WINDOW_BY_LETTER,
 )
 from gateway.quota.demand import HEADROOM
-from gateway.quota.local import GAUGE_WAIT_MS
+from gateway.quota.rate_debt import GAUGE_WAIT_MS, MAX_DECAY_MS
 from gateway.quota.rolling import MAX_STEP
 
 SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "BACKFILLED": BACKFILLED}
-CONSTANTS = {"HEADROOM": HEADROOM, "GAUGE_WAIT_MS": GAUGE_WAIT_MS, "MAX_STEP": MAX_STEP}
+CONSTANTS = {
+    "HEADROOM": HEADROOM,
+    "GAUGE_WAIT_MS": GAUGE_WAIT_MS,
+    "MAX_DECAY_MS": MAX_DECAY_MS,
+    "MAX_STEP": MAX_STEP,
+}
 
 
 def source() -> str:

@@ -51,9 +51,9 @@ class WithoutRedis:
         self._admitted("local" if shares else "open")
         return reservation(demand, answer.granted, headers, datetime.now(UTC))
 
-    def grow(self, tenant_id: str, request_id: str, used: int, wanted: int) -> Grown | None:
+    def grow(self, tenant_id: str, request_id: str, used: int, wanted: int, expected: int) -> Grown | None:
         """Grow the hold of a request that was admitted without Redis. Return None for others."""
-        return self._local.grow(tenant_id, request_id, used, wanted)
+        return self._local.grow(tenant_id, request_id, used, wanted, expected)
 
     def settle(self, tenant_id: str, request_id: str, tokens: int, cost: int, *, counts: bool) -> None:
         """Settle the request if it was admitted without Redis; otherwise do nothing."""

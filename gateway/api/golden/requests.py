@@ -171,7 +171,7 @@ class GoldenRequests:
                     answer = await self._answer(call, account)
                     if account.is_beyond_hold:
                         assert account.hold is not None
-                        raise account.hold.refused()
+                        raise await account.hold.refused_at_end()
             except RateLimited as refusal:
                 self._metrics.refused(account.principal.tenant.name, refusal.kind)
                 await self._accounting.close_and_wait(account, Ending.LIMITED)

@@ -238,7 +238,7 @@ class Completions:
         assert account.hold is not None
         try:
             if account.rate_end.by_engine:
-                raise account.hold.refused()
+                raise await account.hold.refused_at_end()
             await account.hold.cover()
         except RateLimited as refusal:
             self._limited(account, refusal)

@@ -67,7 +67,7 @@ class Clients:
             if quarter % 40 == 0:
                 # Extends the leases.
                 for request_id, answer in self.running.items():
-                    self.limits.grow("", request_id, answer.pace.delivered, 0, now)
+                    self.limits.grow("", request_id, answer.pace.delivered, 0, 0, now)
             if seconds >= self._asks_again:
                 self._begin(seconds, now)
 
@@ -91,7 +91,7 @@ class Clients:
         pace.used = PROMPT + (answer.made if self.streamed else answer.reported)
         if wanted := pace.wanted(seconds):
             self.calls += 1
-            grown = self.limits.grow("", request_id, pace.delivered, wanted, now)
+            grown = self.limits.grow("", request_id, pace.delivered, wanted, 0, now)
             assert grown is not None
             pace.grown(grown, seconds)
         self.bucket.use(answer.generate(seconds), now - START)

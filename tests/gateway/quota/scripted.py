@@ -59,7 +59,7 @@ class Script:
         step: int,
         price: Price,
         expected: int | None = None,
-    ) -> tuple[bool, int, list[tuple[int, int, int]]]:
+    ) -> tuple[bool, int, list[tuple[int, int, int, int]]]:
         flat = [item for limit in limits for item in (limit.field, limit.value)]
         asked = (prompt, completion, completion if expected is None else expected, step)
         call = ("acquire", request_id, 10**9, *asked, price.highest_input, price.output, "{}", *flat)
@@ -70,16 +70,17 @@ class Script:
                 limit = limits[reply[i]]
                 self.call("backfill", limit.field, limit.value, reply[i + 1], 0, 0)
             reply = self.call(*call)
-        allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
-        return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
+        allowed, granted, _, *rest = reply[: 3 + 4 * len(limits)]
+        states = [(rest[i], rest[i + 1], rest[i + 2], rest[i + 3]) for i in range(0, len(rest), 4)]
+        return bool(allowed), granted, states
 
     def peek(self, limits: list[Limit]) -> list[tuple[int, int, int]]:
         """Return remaining, reset (ms) and `since` of each limit."""
         reply = self.call("peek", *(item for limit in limits for item in (limit.field, limit.value)))
         return [(reply[i], reply[i + 1], reply[i + 2]) for i in range(0, len(reply), 3)]
 
-    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
-        reply = self.call("grow", request_id, used, wanted)
+    def grow(self, request_id: str, used: int, wanted: int, expected: int = 0) -> tuple[int, int, str] | None:
+        reply = self.call("grow", request_id, used, wanted, expected)
         return None if reply is None else (reply[0], reply[1], reply[2].decode())
 
     def extend(self, request_id: str, used: int) -> list[str]:
@@ -109,12 +110,12 @@ class Twin:
         answer = self._limits.acquire(limits, demand(request_id, prompt, completion, step, price, expected), self.now)
         return answer.allowed, answer.granted, answer.states
 
-    def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
-        grown = self._limits.grow("", request_id, used, wanted, self.now)
+    def grow(self, request_id: str, used: int, wanted: int, expected: int = 0) -> tuple[int, int, str] | None:
+        grown = self._limits.grow("", request_id, used, wanted, expected, self.now)
         return None if grown is None else (grown.usable_tokens, grown.wait, grown.field)
 
     def extend(self, request_id: str, used: int) -> list[str]:
-        self._limits.grow("", request_id, used, 0, self.now)
+        self._limits.grow("", request_id, used, 0, 0, self.now)
         return []
 
     def settle(self, request_id: str, tokens: int, cost: int, counts: bool) -> bool:

@@ -87,7 +87,7 @@ def test_a_limit_below_what_was_used_refuses_for_less_than_its_window(limits: Sc
     small, window = limit_of(kind, 1000), WINDOW_BY_LETTER[kind]
     assert use(limits, "a", limit_of(kind, 1_000_000), 900_000)
     # 899,001 are paid off in 0.899 windows at the former rate, and one at the new rate.
-    _, _, [(left, wait, reset)] = limits.acquire("b", [small], 0, 1, 1, FREE)
+    _, _, [(left, wait, reset, _)] = limits.acquire("b", [small], 0, 1, 1, FREE)
     assert left == 0
     assert wait == pytest.approx(0.9 * window / 1000, rel=0.001)
     assert reset == pytest.approx((0.899 + 1) * window / 1000, rel=0.001)
@@ -128,7 +128,7 @@ def test_what_remains_is_the_reference_buckets(
                 limit = limit_of(kind, value)
             left = reference.left(limit, limits.now)
             tokens = 1 if kind in "rm" else max(1, int(left * part))
-            allowed, _, [(shown, reset, _)] = limits.acquire(f"r{number}", [limit], 0, tokens, tokens, FREE)
+            allowed, _, [(shown, reset, *_)] = limits.acquire(f"r{number}", [limit], 0, tokens, tokens, FREE)
             assert shown + (tokens if allowed else 0) == pytest.approx(left, abs=1.01, rel=1e-9)
             assert allowed or tokens > left - 0.01
             assert reset <= 2 * WINDOW_BY_LETTER[kind] / 1000

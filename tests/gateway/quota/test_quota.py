@@ -57,8 +57,8 @@ async def test_200_at_once_against_a_limit_of_50(limits: dict, tokens: int, kind
     assert 50 <= len(taken) <= 50 + came_back
     assert {refusal.kind for refusal in refused} == {kind}
     assert all(refusal.status == 429 and f" this {owner}" in refusal.message for refusal in refused)
-    codes = {refusal.code for refusal in refused}
-    assert codes == {"insufficient_quota" if kind == "budget" else "rate_limit_exceeded"}
+    # The budget is only reserved.
+    assert {refusal.code for refusal in refused} == {"rate_limit_exceeded"}
 
 
 async def test_a_refusal_consumes_nothing(quota: Quota, redis: Client):
@@ -124,7 +124,10 @@ async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(l
     assert 500 <= short.max_tokens <= 500 + regained
     assert (short.tokens, short.headers["x-loraplex-max-tokens"]) == (2 * short.max_tokens, str(short.max_tokens))
     size = RequestSize(1000, 700, price=Price(input=10**6, output=10**6))
-    with pytest.raises(RateLimited, match=r"(needed 1001, remaining \d+|may cost 0\.001001, [\d.]+ is left)\."):
+    reserved = r"\." if limit == "max_concurrent_tokens" else r", and [\d.]+ (is|are) reserved by running requests"
+    with pytest.raises(
+        RateLimited, match=rf"(needed 1001, remaining \d+|may cost 0\.001001, [\d.]+ is left){reserved}"
+    ):
         await quota.acquire(who, "base", uuid.uuid4().hex, size)
 
 
@@ -145,7 +148,8 @@ async def test_settling_gives_back_what_was_not_used_and_only_once(quota: Quota,
     for _ in range(3):
         assert await quota.settle(first, tokens=100, cost=100, event=b'{"a":1}') is None
     assert await redis.xrange(f"loraplex:{{{who.tenant.id}}}:usage") == [(entry, {b"event": b'{"a":1}'})]
-    await take(quota, who, 900, price=price)
+    second = await take(quota, who, 900, price=price)
+    await quota.settle(second, tokens=900, cost=900, event=b'{"a":2}')
     with pytest.raises(RateLimited, match=r" 0\.00 is left"):
         await take(quota, who, 1, price=price)
 
@@ -311,7 +315,7 @@ def test_durations_are_as_openai_writes_them():
 def refused(kind: str, value: int, remaining: int, cost: int = 0) -> str:
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
     demand = Demand(tenant_id="t", request_id="r", prompt_tokens=5, price=Price(input=cost * 200_000))
-    return refusal([limit], [(remaining, 90_000, 90_000)], demand, {}).message
+    return refusal([limit], [(remaining, 90_000, 90_000, 0)], demand, {}).message
 
 
 def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
@@ -334,6 +338,6 @@ def test_a_refused_request_without_max_tokens_is_told_of_the_default():
         check_possible(limits, demand)
     said = "69 tokens (5 of the prompt and 64 of the answer: 64 is the default, because max_tokens is not set)"
     assert said in found.value.message
-    message = refusal([Limit("tenant:t", "tenant", "t", 100)], [(40, 9000, 9000)], demand, {}).message
+    message = refusal([Limit("tenant:t", "tenant", "t", 100)], [(40, 9000, 9000, 0)], demand, {}).message
     said = "needed 69 (5 of the prompt, the rest of the answer: 64 is the default, because max_tokens is not set)"
     assert f"{said}, remaining 40." in message

@@ -48,14 +48,17 @@ takes = st.tuples(
     st.booleans(),
     st.floats(0, 1),
 )
-grows = st.tuples(st.just("grow"), waits, st.integers(0, 20), st.floats(0, 1.2), st.floats(0, 1))
+grows = st.tuples(st.just("grow"), waits, st.integers(0, 20), st.floats(0, 1.2), st.floats(0, 1), st.integers(0, 10**6))
 settles = st.tuples(st.just("settle"), waits, st.integers(0, 20), st.floats(0, 2), st.booleans())
 changes = st.tuples(st.just("change"), waits, st.integers(0, 5), values)
+recounts = st.tuples(st.just("recount"), waits)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    limits=limit_sets, price=prices, steps=st.lists(st.one_of(takes, settles, grows, changes), min_size=1, max_size=25)
+    limits=limit_sets,
+    price=prices,
+    steps=st.lists(st.one_of(takes, settles, grows, changes, recounts), min_size=1, max_size=25),
 )
 def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list[Limit], price: Price, steps: list):
     script, twin = Script(client), LocalLimits()
@@ -76,16 +79,20 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
                 assert min(step, completion) <= answer.granted <= completion
                 tokens = prompt + answer.granted
                 held.append((request_id, tokens, price.highest_cost(prompt, answer.granted)))
+        elif action == "recount":
+            # The script sums up again, from their records, the amounts that running requests hold.
+            script.call("extend", 10**9)
         elif action == "change":
             index, value = rest
             changed = limits[index % len(limits)]
             limits = [msgspec.structs.replace(each, value=value) if each is changed else each for each in limits]
         elif action == "grow" and held:
-            index, part, more = rest
+            index, part, more, expected = rest
             request_id, tokens, _ = held[index % len(held)]
             used, wanted = int(tokens * part), int(tokens * more)
-            grown = twin.grow("", request_id, used, wanted, script.now)
-            assert script.grow(request_id, used, wanted) == (grown and (grown.usable_tokens, grown.wait, grown.field))
+            grown = twin.grow("", request_id, used, wanted, expected, script.now)
+            found = script.grow(request_id, used, wanted, expected)
+            assert found == (grown and (grown.usable_tokens, grown.wait, grown.field))
         elif held:
             index, part, counts = rest
             request_id, tokens, cost = held[index % len(held)]
@@ -116,7 +123,7 @@ def test_who_waits_as_long_as_told_is_served_and_who_waits_a_millisecond_less_is
     if any(limit.amount(tokens, price.highest_cost(0, tokens)) > limit.value for limit in limits):
         return  # refused permanently, before any script call
     allowed, _, states = script.acquire("asks", limits, 0, tokens, tokens, price)
-    wait = max((wait for _, wait, _ in states), default=0)
+    wait = max((wait for _, wait, *_ in states), default=0)
     assert allowed == (wait == 0)
     if not allowed:
         script.now += (wait - 1) * MS
@@ -160,32 +167,35 @@ def test_a_budget_is_of_a_calendar_period(client: redis.Redis, kind: str, before
     script = Script(client)
     script.now = int(datetime.fromisoformat(before_it_ends).replace(tzinfo=UTC).timestamp()) * SECOND + DAY - SECOND
     limits, price = [Limit(f"tenant:{kind}", "tenant", kind, 100)], Price(output=10**6)
-    assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000)])
-    assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000)])
+    assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000, 0)])
+    # All of it is only reserved.
+    assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000, 100)])
     script.now += SECOND
     # A new period; settlements of the last one do not count in it.
     assert script.acquire("c", limits, 0, 60, 60, price)[0]
     assert script.settle("a", 10, 10, True)
-    allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
+    allowed, _, [(remaining, *_)] = script.acquire("d", limits, 0, 41, 41, price)
     assert (allowed, remaining) == (False, 40)
 
 
 def test_a_rolling_budget_has_room_again_when_a_days_spending_is_30_days_old(client: redis.Redis):
     script, limits, price = Script(client), [Limit("tenant:l", "tenant", "l", 100)], Price(output=10**6)
     # Two seconds before midnight, then on the next day, then a day without room.
-    assert script.acquire("a", limits, 0, 60, 60, price) == (True, 60, [(40, 0, 29 * DAY_MS + 2000)])
+    assert script.acquire("a", limits, 0, 10, 10, price) == (True, 10, [(90, 0, 29 * DAY_MS + 2000, 0)])
+    assert script.acquire("spent", limits, 0, 50, 50, price)[0]
+    assert script.settle("spent", 50, 50, True)
     script.now += DAY
-    assert script.acquire("b", limits, 0, 40, 40, price) == (True, 40, [(0, 0, 29 * DAY_MS + 2000)])
+    assert script.acquire("b", limits, 0, 40, 40, price) == (True, 40, [(0, 0, 29 * DAY_MS + 2000, 10)])
     assert script.settle("b", 30, 30, True)
     script.now += DAY
     wait = 27 * DAY_MS + 2000
-    assert script.acquire("c", limits, 0, 50, 50, price) == (False, 50, [(10, wait, wait + DAY_MS)])
+    assert script.acquire("c", limits, 0, 50, 50, price) == (False, 50, [(10, wait, wait + DAY_MS, 10)])
     script.now += (wait - 1) * MS
     assert not script.acquire("d", limits, 0, 50, 50, price)[0]
     script.now += MS
     # The settlement of a request of a day that no longer counts changes nothing.
     assert script.settle("a", 1, 1, True)
-    assert script.acquire("e", limits, 0, 70, 70, price) == (True, 70, [(0, 0, 30 * DAY_MS)])
+    assert script.acquire("e", limits, 0, 70, 70, price) == (True, 70, [(0, 0, 30 * DAY_MS, 0)])
     script.now += 40 * DAY
     assert script.acquire("f", limits, 0, 100, 100, price)[0]
 
@@ -245,7 +255,7 @@ def test_what_was_backfilled_is_checked_at_twice_the_age_each_time(client: redis
     checked = []
     for number in range(400):
         script.now += 100 * MS
-        asks_for = ask(script, f"r{number}", limit, 1, PER_TOKEN)[6:]
+        asks_for = ask(script, f"r{number}", limit, 1, PER_TOKEN)[7:]
         if asks_for:
             assert asks_for == [0, since]
             checked.append((script.now - since) // MS)
@@ -261,7 +271,7 @@ def test_a_new_month_begins_without_the_ledger_and_is_checked_against_it(client:
     script.now += 2 * SECOND
     # A late answer about the old month is ignored.
     script.call("backfill", limit.field, limit.value, since, 95, 95)
-    assert ask(script, "b", limit, 50, PER_TOKEN)[6:] == [0, script.now]
+    assert ask(script, "b", limit, 50, PER_TOKEN)[7:] == [0, script.now]
     script.call("backfill", limit.field, limit.value, script.now, 30, 30)
     assert ask(script, "c", limit, 21, PER_TOKEN)[0] == 0
     assert ask(script, "d", limit, 20, PER_TOKEN)[0] == 1

@@ -64,7 +64,7 @@ class Peeked:
         assert self.script.acquire(request_id, limits, prompt, completion, step, price, held)[0] == answer.allowed
         tokens = prompt + answer.granted
         cost = price.highest_cost(prompt, answer.granted)
-        for limit, (remaining, reset), (rest, _, reset_then) in zip(limits, left, answer.states, strict=True):
+        for limit, (remaining, reset), (rest, _, reset_then, _) in zip(limits, left, answer.states, strict=True):
             at_first = prompt + min(held, answer.granted) if limit.letter in TOKEN_RATE else limit.amount(tokens, cost)
             assert rest == remaining - (at_first if answer.allowed else 0)
             assert reset_then >= reset
@@ -90,11 +90,11 @@ def test_a_peek_changes_nothing_and_sees_what_a_reservation_sees(
             changed = limits[index % len(limits)]
             limits = [msgspec.structs.replace(each, value=value) if each is changed else each for each in limits]
         elif both.held:
-            index, part, other = rest
+            index, part, other, *_ = rest
             request_id, tokens, cost = both.held[index % len(both.held)]
             used = int(tokens * part)
             if action == "grow":
-                both.twin.grow("", request_id, used, int(tokens * other), both.script.now)
+                both.twin.grow("", request_id, used, int(tokens * other), 0, both.script.now)
                 both.script.grow(request_id, used, int(tokens * other))
             else:
                 both.twin.settle("", request_id, used, int(cost * part), counts=other, now=both.script.now)

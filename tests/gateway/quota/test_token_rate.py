@@ -233,7 +233,7 @@ def test_a_clock_that_was_far_ahead_does_not_hold_a_tenant_for_ever(client: redi
     script, limit = Script(client), Limit("tenant:r", "tenant", "r", 1)
     assert script.acquire("a", [limit], 0, 1, 1, FREE)[0]
     script.now -= 365 * DAY
-    allowed, _, [(_, wait, _)] = script.acquire("b", [limit], 0, 1, 1, FREE)
+    allowed, _, [(_, wait, *_)] = script.acquire("b", [limit], 0, 1, 1, FREE)
     assert (allowed, wait) == (False, 59_940)
     script.now += wait * 1000
     assert script.acquire("c", [limit], 0, 1, 1, FREE)[0]
