@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from gateway.api.golden import upgrades
 from gateway.api.golden.checking import DIED, NOT_ASKED, GoldenChecks, num_equal
+from gateway.errors import BadRequest, NoEngine
 from gateway.fleet.engines.engine import Address, Condition, EngineRecord, Health
 from gateway.records.adapters import golden
 from gateway.records.adapters.golden import Difference
@@ -332,11 +333,12 @@ async def test_answers_that_cannot_be_compared_are_not_recorded(
             assert (await acme.get(PATH)).json["checks"] == checks
 
 
-async def test_a_difference_whose_tokens_no_engine_counts_is_recorded_without_its_position():
+@pytest.mark.parametrize("failure", [TextTooLong(64), BadRequest("no"), NoEngine("none counts")])
+async def test_a_difference_whose_tokens_no_engine_counts_is_recorded_without_its_position(failure: Exception):
     """The version's check failed each time, and was repeated for ever."""
 
     async def encode(*_: Any) -> list[int]:
-        raise TextTooLong(64)
+        raise failure
 
     parts = {name: NonCallableMock() for name in inspect.signature(GoldenChecks).parameters}
     checks = GoldenChecks(**parts | {"tokenizers": SimpleNamespace(encode=encode)})
