@@ -137,9 +137,10 @@ class Idempotency:
 
     async def _store(self, name: str, entry: _Entry, tenant_id: str | None) -> None:
         """Store a response. Raises Unavailable."""
+        # Stored first: without it, a repeated request would be done again, while an uncounted one takes some memory.
+        await self._call(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
         if tenant_id is not None:
             await self._make_room(name, tenant_id)
-        await self._call(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
 
     async def _make_room(self, name: str, tenant_id: str) -> None:
         """Add a response's name to those of its tenant, and delete the tenant's oldest responses beyond the limit.
@@ -159,7 +160,8 @@ class Idempotency:
     async def _keep(self, call: Awaitable[Any]) -> None:
         """Await writes to Redis. A failure is only logged, because the request's work is already done.
 
-        A repeated request is then refused as InProgress until RUNNING_SECONDS are over.
+        If the answer itself could not be stored, a repeated request is refused as InProgress until RUNNING_SECONDS are
+        over.
         """
         try:
             await call

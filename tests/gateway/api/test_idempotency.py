@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gateway.redis.client import connect
+from gateway.redis.keys import idempotency_names_key
 from testing.gateway.running import Answer, Client, Gateway
 from tests.gateway.api.adapters.test_adapters import files, push
 
@@ -111,3 +113,17 @@ async def test_a_tenant_has_a_bounded_number_of_kept_answers(gateway: Gateway, m
     made = [{"Idempotency-Key": uuid.uuid4().hex} for _ in range(4)]
     tenants = [await create(gateway.admin, f"tenant-{number}", each) for number, each in enumerate(made)]
     assert (await create(gateway.admin, "tenant-0", made[0])).json == tenants[0].json, "an operator's all stay"
+
+
+async def test_an_answer_is_kept_even_if_it_cannot_be_counted(gateway: Gateway, once: dict[str, str], redis_url: str):
+    """A failure of Redis between the two left the request in progress, and after that it was done again."""
+    acme = await gateway.tenant("acme")
+    [tenant] = (await gateway.admin.get("/admin/api/tenants")).json["data"]
+    redis = connect(redis_url, 30.0)
+    try:
+        await redis.set(idempotency_names_key(tenant["id"]), "no sorted set")
+        first, again = [await push(acme, "helper", files(seed=0), headers=once) for _ in range(2)]
+    finally:
+        await redis.aclose()
+    assert (first.status, first.json["version"]) == (201, 1)
+    assert (again.status, again.json, again.headers["Idempotent-Replayed"]) == (201, first.json, "true")
