@@ -152,10 +152,10 @@ class Idempotency:
         await self._call(self._redis.zremrangebyscore(names, 0, now - KEEP_SECONDS))
         await self._call(self._redis.zadd(names, {name: now}))
         await self._call(self._redis.expire(names, KEEP_SECONDS))
-        excess = await self._call(self._redis.zcard(names)) - MAX_OF_TENANT
-        if excess > 0:
-            oldest = await self._call(self._redis.zpopmin(names, excess))
-            await self._call(self._redis.delete(*(each for each, _ in oldest)))
+        # All but the newest ones. They are forgotten last, so that a failure before leaves no answer uncounted.
+        if oldest := await self._call(self._redis.zrange(names, 0, -MAX_OF_TENANT - 1)):
+            await self._call(self._redis.delete(*oldest))
+            await self._call(self._redis.zrem(names, *oldest))
 
     async def _keep(self, call: Awaitable[Any]) -> None:
         """Await writes to Redis. A failure is only logged, because the request's work is already done.

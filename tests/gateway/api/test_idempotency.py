@@ -5,6 +5,8 @@ import uuid
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from gateway.redis.client import connect
 from gateway.redis.keys import idempotency_names_key
@@ -127,3 +129,21 @@ async def test_an_answer_is_kept_even_if_it_cannot_be_counted(gateway: Gateway, 
         await redis.aclose()
     assert (first.status, first.json["version"]) == (201, 1)
     assert (again.status, again.json, again.headers["Idempotent-Replayed"]) == (201, first.json, "true")
+
+
+async def test_an_answer_that_was_not_deleted_is_still_counted(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    """A gateway that died, or lost Redis, before the deletion left the answer for a day, beyond the limit."""
+    monkeypatch.setattr("gateway.api.idempotency.MAX_OF_TENANT", 2)
+    acme = await gateway.tenant("acme")
+    given = [{"Idempotency-Key": uuid.uuid4().hex} for _ in range(4)]
+
+    async def fail(*_: Any) -> None:
+        raise RedisError("away")
+
+    for seed, each in enumerate(given):
+        with monkeypatch.context() as outage:
+            if seed == 2:
+                outage.setattr(Redis, "delete", fail)
+            assert (await push(acme, "helper", files(seed=seed), headers=each)).json["version"] == seed + 1
+    again = [await push(acme, "helper", files(seed=seed), headers=given[seed]) for seed in (2, 3, 0)]
+    assert ["Idempotent-Replayed" in each.headers for each in again] == [True, True, False]
