@@ -2,17 +2,19 @@
 targets of events that fail.
 """
 
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from sqlalchemy import func, select
 
 from gateway.records.events.tables import webhooks
-from gateway.records.keys.expiring import ExpiringKey, expiring_keys
+from gateway.records.keys.expiring import ExpiringKey, count_expiring_owners, expiring_keys
 from gateway.records.requests.refusal_report import RefusalReport, Refused
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import adapter_versions, adapters, tenants
-from gateway.records.tenants.list import TenantLists
+from gateway.records.tenants.list import TenantFilter, TenantLists
 from gateway.records.version_state import State
 
 BUDGET_PART = 0.8
@@ -52,6 +54,16 @@ class FailingTarget(NamedTuple):
     error: str
 
 
+class More(NamedTuple):
+    """Number of records of each kind beyond the listed MAX_EACH. keys, rejected: the number of their owners."""
+
+    budgets: int = 0
+    keys: int = 0
+    rejected: int = 0
+    refused: int = 0
+    targets: int = 0
+
+
 class Concerns(NamedTuple):
     """Records of all kinds, at most MAX_EACH of each, the most urgent first. refused: in the last REFUSAL."""
 
@@ -60,6 +72,7 @@ class Concerns(NamedTuple):
     rejected: list[RejectedVersion]
     refused: list[Refused]
     targets: list[FailingTarget]
+    more: More = More()
 
 
 class Attention:
@@ -76,26 +89,43 @@ class Attention:
             Budget(name, use.spent, use.budget, use.period)
             for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
         ]
-        made_before = now - SETTLED
-        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH, made_before=made_before, one_each=True)
+        soon, settled = (self._database, now, now + EXPIRY), now - SETTLED
+        keys = await expiring_keys(*soon, MAX_EACH, made_before=settled, one_each=True)
         refused = await self._refusals.by_limit(now - REFUSAL, now)
-        return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH], await self._failing())
+        rejected, num_rejected = await self._rejected(now)
+        targets, num_targets = await self._failing()
+        more = More(
+            budgets=await _beyond(budgets, self._count_budgets),
+            keys=await _beyond(keys, partial(count_expiring_owners, *soon, made_before=settled)),
+            rejected=num_rejected - len(rejected),
+            refused=max(0, len(refused) - MAX_EACH),
+            targets=num_targets - len(targets),
+        )
+        return Concerns(budgets, keys, rejected, refused[:MAX_EACH], targets, more)
 
-    async def _failing(self) -> list[FailingTarget]:
-        """Return the targets that fail repeatedly, the operators' own first."""
+    async def _count_budgets(self) -> int:
+        criteria = TenantFilter(over_budget=BUDGET_PART, suspended=False)
+        return (await self._lists.page(criteria, limit=1)).total
+
+    async def _failing(self) -> tuple[list[FailingTarget], int]:
+        """Return the targets that fail repeatedly, the operators' own first, and the number of all of them."""
         query = (
             select(webhooks.c.name, tenants.c.name.label("tenant"), webhooks.c.failures, webhooks.c.error)
+            .add_columns(func.count().over().label("total"))
             .outerjoin(tenants, tenants.c.id == webhooks.c.tenant_id)
             .where(webhooks.c.failures >= FAILURES)
             .order_by(webhooks.c.tenant_id.is_not(None), webhooks.c.failures.desc(), webhooks.c.name)
             .limit(MAX_EACH)
         )
         async with self._database.read() as connection:
-            rows = await connection.execute(query)
-            return [FailingTarget(row.name, row.tenant, row.failures, row.error or "unknown") for row in rows]
+            rows = (await connection.execute(query)).all()
+        targets = [FailingTarget(row.name, row.tenant, row.failures, row.error or "unknown") for row in rows]
+        return targets, rows[0].total if rows else 0
 
-    async def _rejected(self, now: datetime) -> list[RejectedVersion]:
-        """Return the newest rejected version of each tenant, so that one tenant cannot fill the list."""
+    async def _rejected(self, now: datetime) -> tuple[list[RejectedVersion], int]:
+        """Return the newest rejected version of each tenant, so that one tenant cannot fill the list, and the number of
+        these tenants.
+        """
         rejected: State = "rejected"
         versions, of_tenant = adapter_versions.c, adapters.c.tenant_id
         order = (versions.created_at.desc(), versions.adapter_id, versions.version.desc())
@@ -109,6 +139,12 @@ class Attention:
             .subquery()
         )
         columns = (found.c[name] for name in ("tenant", "name", "version", "created_at", "more"))
-        query = select(*columns).where(found.c.number == 1).order_by(found.c.created_at.desc()).limit(MAX_EACH)
+        query = select(*columns, func.count().over()).where(found.c.number == 1)
         async with self._database.read() as connection:
-            return [RejectedVersion(*row) for row in await connection.execute(query)]
+            rows = (await connection.execute(query.order_by(found.c.created_at.desc()).limit(MAX_EACH))).all()
+        return [RejectedVersion(*row[:-1]) for row in rows], rows[0][-1] if rows else 0
+
+
+async def _beyond(found: Sequence[Any], count: Callable[[], Awaitable[int]]) -> int:
+    """Return the number of records beyond the found ones. A list that is not full has all of them."""
+    return 0 if len(found) < MAX_EACH else max(0, await count() - len(found))

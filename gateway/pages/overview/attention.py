@@ -13,17 +13,23 @@ from gateway.errors import Unavailable
 from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.strip import Level, Status, verb_of
 from gateway.pages.widgets.limit_titles import limit_title
-from gateway.records.attention import EXPIRY, Attention, Concerns
+from gateway.records.attention import BUDGET_PART, EXPIRY, Attention, Concerns
 
 # Lifetime of the cached records, which all viewers share.
 FRESH_SECONDS = 30.0
 LONG_WAIT, MANY_ROWS = 5.0, 1000
-# Tenants that an entry names.
-MAX_TENANTS = 3
+# Tenants that an entry names, and engines with an entry of their own.
+MAX_TENANTS, MAX_ENGINES = 3, 6
 
 
 STATE = ("Show the state", "/admin/settings?tab=state")
 ENGINES = ("Show the engines", "/admin/engines")
+# Pages with all records of a kind.
+BUDGETS = ("Show the tenants", f"/admin/tenants?over_budget={BUDGET_PART}&suspended=false")
+REFUSALS = ("Why 429", "/admin/refusals?period=1h")
+KEYS = ("Show the keys", "/admin/keys?state=expiring")
+REJECTED = ("Show the adapters", "/admin/adapters?state=rejected")
+TARGETS = ("Show the targets", "/admin/alerts?tab=targets&state=failing")
 # Acts for faulty parts; the others have STATE.
 PART_ACTS = {"engines": ENGINES, "tokenizer": ("Show the base models", "/admin/engines/bases")}
 
@@ -99,11 +105,14 @@ class Needs:
             )
             for part in status.faults
         ]
-        for engine in status.engines:
-            if engine.level != "good":
-                act = ("Show the engine", f"/admin/engines/one?{urlencode({'url': engine.url})}")
-                text = Markup("Engine {} is {}: {}.").format(engine.url, engine.state, engine.reason.rstrip("."))
-                found.append(Entry(engine.level, text, act))
+        away = sorted((each for each in status.engines if each.level != "good"), key=lambda each: each.level != "bad")
+        for engine in away[:MAX_ENGINES]:
+            act = ("Show the engine", f"/admin/engines/one?{urlencode({'url': engine.url})}")
+            text = Markup("Engine {} is {}: {}.").format(engine.url, engine.state, engine.reason.rstrip("."))
+            found.append(Entry(engine.level, text, act))
+        if others := away[MAX_ENGINES:]:
+            text = f"{_number(len(others), 'more engine')} cannot be used, or not fully."
+            found.append(Entry(others[0].level, text, ENGINES))
         if status.waiting and status.longest_wait > LONG_WAIT:
             text = f"{status.waiting:,} requests wait for an engine, the longest for {status.longest_wait:.0f} s."
             found.append(Entry("warn", text, ENGINES))
@@ -154,4 +163,24 @@ class Needs:
             tries = f"{target.failures:,} attempts failed, the last with: {target.error.rstrip('.')}"
             text = f"Events do not reach the target {target.name}{of}: {tries}."
             found.append(Entry("warn", text, ("Show the target", f"/admin/alerts/{target.name}")))
-        return found
+        return found + self._more()
+
+    def _more(self) -> list[Entry]:
+        """Return an entry for each kind of record that has more than are listed, with a link to all of them."""
+        more = self._concerns.more
+        entries = (
+            (
+                more.budgets,
+                f"{_number(more.budgets, 'more tenant')} spent at least {100 * BUDGET_PART:.0f} % of a budget.",
+                BUDGETS,
+            ),
+            (more.refused, f"{_number(more.refused, 'more limit')} refused requests in the last hour.", REFUSALS),
+            (more.keys, f"Keys of {_number(more.keys, 'more owner')} expire in the next {EXPIRY.days} days.", KEYS),
+            (more.rejected, f"{_number(more.rejected, 'more tenant')} had uploads rejected in the last day.", REJECTED),
+            (more.targets, f"Events do not reach {_number(more.targets, 'more target')}.", TARGETS),
+        )
+        return [Entry("warn", text, act) for number, text, act in entries if number]
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -3,7 +3,7 @@
 from datetime import datetime
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import Subquery, func, select
 
 from gateway.records.sql.database import Database
 from gateway.records.sql.tables import api_keys, tenants
@@ -38,6 +38,29 @@ async def expiring_keys(
     made_before: leave out newer keys. one_each: leave out the tenants' further keys. A key that a rotation has replaced
     is left out: it is meant to expire.
     """
+    found = _found(now, until, made_before)
+    query = (
+        select(*(found.c[name] for name in ExpiringKey.__struct_fields__))
+        .where(*([found.c.number == 1] if one_each else []))
+        .order_by(found.c.number, found.c.expires_at, found.c.id)
+        .limit(limit)
+    )
+    async with database.read() as connection:
+        return [ExpiringKey(*row) for row in (await connection.execute(query)).all()]
+
+
+async def count_expiring_owners(
+    database: Database, now: datetime, until: datetime, *, made_before: datetime | None = None
+) -> int:
+    """Return the number of keys that `expiring_keys` has with `one_each` and no limit. Raises Unavailable."""
+    found = _found(now, until, made_before)
+    query = select(func.count()).select_from(found).where(found.c.number == 1)
+    async with database.read() as connection:
+        return int((await connection.execute(query)).scalar_one())
+
+
+def _found(now: datetime, until: datetime, made_before: datetime | None) -> Subquery:
+    """Select the keys, each with its place among those of its owner."""
     other, keys = api_keys.alias("other"), api_keys.c
     family = func.coalesce(keys.family_id, keys.id)
     successor = select(other.c.id).where(
@@ -51,7 +74,7 @@ async def expiring_keys(
     owner = func.coalesce(keys.tenant_id, keys.id)
     number = func.row_number().over(partition_by=owner, order_by=(keys.expires_at, keys.id))
     more = func.count().over(partition_by=owner) - 1
-    found = (
+    return (
         select(keys.id, keys.label, keys.expires_at, keys.tenant_id, tenants.c.name.label("tenant"))
         .add_columns(more.label("more"), number.label("number"))
         .select_from(api_keys.outerjoin(tenants, tenants.c.id == keys.tenant_id))
@@ -59,11 +82,3 @@ async def expiring_keys(
         .where(~successor.exists(), *([] if made_before is None else [keys.created_at < made_before]))
         .subquery()
     )
-    query = (
-        select(*(found.c[name] for name in ExpiringKey.__struct_fields__))
-        .where(*([found.c.number == 1] if one_each else []))
-        .order_by(found.c.number, found.c.expires_at, found.c.id)
-        .limit(limit)
-    )
-    async with database.read() as connection:
-        return [ExpiringKey(*row) for row in (await connection.execute(query)).all()]

@@ -12,13 +12,16 @@ from gateway.api.health import State
 from gateway.fleet.engines.health import Health as EngineHealth
 from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
-from gateway.records.attention import Budget, Concerns, FailingTarget, RejectedVersion
+from gateway.records.attention import Budget, Concerns, FailingTarget, More, RejectedVersion
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey
 from gateway.records.requests.refusal_report import Refused
 from gateway.records.sql.database import Database
-from testing.gateway.running import Browser, Gateway, until
+from testing.gateway.running import Browser, Gateway, change_database, until
+from tests.gateway.api.adapters.test_adapters import CONFIG, files, push
 from tests.gateway.pages.conftest import SINCE, World
+
+API = "/admin/api/attention"
 
 
 async def words(browser: Browser, path: str = "/admin/") -> str:
@@ -66,17 +69,27 @@ class Records:
             rejected=[RejectedVersion("acme", "pirate", 2, at)],
             refused=[Refused("requests_per_minute", 3, ["acme"])],
             targets=[FailingTarget("pager", None, 5, "answered 500")],
+            more=More(budgets=1, keys=2, rejected=3, refused=4, targets=1000),
         )
 
 
 async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gateway):
     world.states = {name: State("away", SINCE) for name in (*TITLES, "unheard_of")}
-    world.engine("http://e1").condition.health = EngineHealth.DOWN
+    for i in range(attention.MAX_ENGINES + 2):
+        world.engine(f"http://e{i}").condition.health = EngineHealth.DOWN
     world.queues.waiting, world.queues.longest_wait = 9, 60.0
     needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
     entries = await needs.entries(world.strip.read())
-    # Parts, engine, queue, two of the ledger, budget, limit, two keys, version, target.
-    assert len(entries) == len(TITLES) + 1 + 10
+    # Parts, engines and the others, queue, two of the ledger, budget, limit, two keys, version, target, five of more.
+    assert len(entries) == len(TITLES) + 1 + attention.MAX_ENGINES + 1 + 9 + 5
+    assert [entry.text for entry in entries if "more " in entry.text and "this tenant" not in entry.text] == [
+        "2 more engines cannot be used, or not fully.",
+        "1 more tenant spent at least 80 % of a budget.",
+        "4 more limits refused requests in the last hour.",
+        "Keys of 2 more owners expire in the next 7 days.",
+        "3 more tenants had uploads rejected in the last day.",
+        "Events do not reach 1,000 more targets.",
+    ]
     async with gateway.browser() as browser:
         await gateway.tenant("acme")
         await gateway.admin.call("PUT", "/admin/api/webhooks/pager", json={"url": "https://pager.example/in"})
@@ -90,10 +103,10 @@ async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gat
         "Key ci of acme expires on 2026-11-01 00:00 UTC, and 3 more of this tenant in the next 7 days.",
         "Key ops of an operator expires on 2026-11-01 00:00 UTC.",
     ]
-    [budget] = [entry.act[1] for entry in entries if "spent" in entry.text]
+    [budget] = [entry.act[1] for entry in entries if "acme spent" in entry.text]
     assert budget == "/admin/tenants/acme/budget"
     seen = await needs.entries(world.strip.read(), may_bill=False)
-    assert [entry.act[1] for entry in seen if "spent" in entry.text] == ["/admin/tenants/acme?tab=limits"]
+    assert [entry.act[1] for entry in seen if "acme spent" in entry.text] == ["/admin/tenants/acme?tab=limits"]
 
 
 async def test_refusals_of_the_last_hour_need_attention(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
@@ -140,3 +153,26 @@ async def test_a_target_that_fails_needs_attention(gateway: Gateway, tmp_path: P
         ),
     ]
     assert b"secret-path" not in answer.body
+
+
+async def test_the_page_says_how_many_it_does_not_list(gateway: Gateway, tmp_path: Path):
+    """The list stopped at six of a kind, and named the others neither by number nor by page."""
+    for number in range(9):
+        body = {"url": "https://pager.example/in"}
+        assert (await gateway.admin.call("PUT", f"/admin/api/webhooks/pager-{number}", json=body)).status == 201
+        name = f"t{number}-{'x' * 61}"
+        tenant = await gateway.tenant(name)
+        assert (await push(tenant, "wrong", files(1) | {CONFIG: b"{}"})).status == 400
+    await change_database(tmp_path, "UPDATE webhooks SET failures = 5, error = 'the target answered 500'")
+    async with gateway.browser() as browser:
+        text = await words(browser)
+        assert text.count("Events do not reach the target pager") == 6
+        assert "Events do not reach 3 more targets. Show the targets" in text
+        assert "3 more tenants had uploads rejected in the last day. Show the adapters" in text
+        # Eight entries are in view, and six more are folded.
+        assert "Show 6 more" in text
+        needs = {need["text"]: need["act"]["url"] for need in (await gateway.admin.get(API)).json["data"]}
+        targets = await words(browser, needs["Events do not reach 3 more targets."])
+        assert all(f"pager-{number}" in targets for number in range(9))
+        rejected = await words(browser, needs["3 more tenants had uploads rejected in the last day."])
+        assert all(f"t{number}-" in rejected for number in range(9))

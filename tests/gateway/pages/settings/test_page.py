@@ -271,6 +271,19 @@ async def test_rejected_usage_is_listed_without_running_its_texts(gateway: Gatew
         assert row["reason"] == f"not a row {HOSTILE}"
 
 
+REFERENCE = Path("docs/reference.md").read_text()
+
+
+async def test_the_reference_names_every_tab(gateway: Gateway):
+    """The tab of rejected usage was missing."""
+    async with gateway.browser() as browser:
+        for path in ("settings", "alerts"):
+            tabs = set(re.findall(rf"/admin/{path}\?tab=(\w+)", text(await browser.get(f"/admin/{path}"))))
+            [row] = re.findall(rf"^\| `GET /admin/{path}` .*$", REFERENCE, re.MULTILINE)
+            assert len(tabs) >= 3
+            assert {tab for tab in tabs if f"`{tab}`" not in row and f"tab={tab}`" not in row} == set()
+
+
 def text_of_csv(answer: Answer) -> str:
     assert answer.status == 200
     return answer.body.decode()
