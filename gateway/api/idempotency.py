@@ -137,17 +137,18 @@ class Idempotency:
 
     async def _store(self, name: str, entry: _Entry, tenant_id: str | None) -> None:
         """Store a response. Raises Unavailable."""
+        now = time.time()
         # Stored first: without it, a repeated request would be done again, while an uncounted one takes some memory.
         await self._call(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
         if tenant_id is not None:
-            await self._make_room(name, tenant_id)
+            await self._make_room(name, tenant_id, now)
 
-    async def _make_room(self, name: str, tenant_id: str) -> None:
+    async def _make_room(self, name: str, tenant_id: str, now: float) -> None:
         """Add a response's name to those of its tenant, and delete the tenant's oldest responses beyond the limit.
 
-        Raises Unavailable.
+        now: a time before the response was stored, so that its name expires first. Raises Unavailable.
         """
-        names, now = idempotency_names_key(tenant_id), time.time()
+        names = idempotency_names_key(tenant_id)
         # An expired response may have been replaced by a request that runs now, which must not be deleted.
         await self._call(self._redis.zremrangebyscore(names, 0, now - KEEP_SECONDS))
         await self._call(self._redis.zadd(names, {name: now}))
