@@ -45,6 +45,20 @@ async def push_in_parts(
         return await client.call("POST", f"{one}/complete", params=base, timeout=UPLOAD_TIMEOUT)
 
 
+async def max_rank(client: GatewayClient, route: str, base: str | None) -> int | None:
+    """Return the largest rank that engines serve, those of the base model `base` if it is given. Raises GatewayError.
+
+    Returns None for an older gateway, which does not report it, and for a base model that takes no adapters.
+    """
+    try:
+        found = await _retry(lambda: client.call("GET", route))
+    except GatewayError as error:
+        if error.status in (404, 405):
+            return None
+        raise
+    return max((each["max_rank"] for each in found["data"] if base in (None, each["base"])), default=None)
+
+
 async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> int:
     """Send a part and return the upload's number of bytes received, also if an earlier attempt delivered the part."""
     query = {"offset": str(start), "sha256": hashlib.sha256(part).hexdigest()}

@@ -29,10 +29,15 @@ def base_warning(path: Path, served: str | None) -> str | None:
     return f"its config names the base model '{shown}', and it is served on '{served}'; is that the same model?"
 
 
-def check_config(path: Path) -> None:
-    """Raise AdapterError for a config that no engine serves. An unreadable config passes: the gateway checks it."""
-    if isinstance(config := _config(path), dict):
-        parse_manifest(config)
+def check_config(path: Path) -> int:
+    """Return the least rank of the config's modules. An unreadable config passes with 0: the gateway checks it.
+
+    Raises AdapterError for a config that no engine serves.
+    """
+    if not isinstance(config := _config(path), dict):
+        return 0
+    manifest = parse_manifest(config)
+    return min((manifest.rank, *manifest.rank_pattern.values()))
 
 
 def _config(path: Path) -> Any:

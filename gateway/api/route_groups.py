@@ -25,7 +25,7 @@ from gateway.api.admin.keys import KeyRoutes
 from gateway.api.golden.handlers import CheckedGolden, DeletedGolden, GoldenRoutes, NewGolden, ShownGolden
 from gateway.api.key_manager import KeyChanges, KeyList, NewKey, RevokedKey, Rotation, ShownKey
 from gateway.api.route import ADDED, PUT, Route
-from gateway.api.uploads.resumable import DeletedUpload, ResumableUploads, ShownUpload
+from gateway.api.uploads.resumable import DeletedUpload, ResumableUploads, ShownUpload, UploadLimits
 
 FORCE = ("force",)
 
@@ -33,6 +33,14 @@ FORCE = ("force",)
 def upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
     one = f"{path}/{{id}}"
     return (
+        route(
+            "GET",
+            path,
+            ResumableUploads.limits,
+            "Return the largest rank and size of an upload.",
+            query=(),
+            response=UploadLimits,
+        ),
         route(
             "POST",
             path,

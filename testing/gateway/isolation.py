@@ -198,6 +198,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("GET", "/v1/models/{name:.+}"): _models,
     ("POST", "/v1/adapters"): _refused_pushes,
     ("GET", "/v1/adapters"): _plain(),
+    ("GET", "/v1/adapter-uploads"): _plain(),
     ("GET", _NAME): _plain(),
     ("GET", f"{_NAME}/use"): _plain(),
     ("DELETE", _NAME): _plain(rests=FORCED),

@@ -91,6 +91,7 @@ class AdapterIntake:
         self._rules = rules
         self.max_bytes = rules.max_bytes
         self._idempotency = idempotency
+        self._engine_limits = engine_limits
         self._checker = Checker(rules.max_bytes, engine_limits)
         self.copies = Copies()
         self.disk_calls, self.store_calls = BlockingCalls("upload-disk"), BlockingCalls("upload-store")
@@ -150,6 +151,10 @@ class AdapterIntake:
                     return answer
 
                 return await place.finish(finish())
+
+    def limits(self, caller: AdapterCaller) -> Sequence[tuple[str, EngineLimits]]:
+        """Return what the engines serve now, by the name of each base model that takes the caller's adapters."""
+        return [(base.name, self._engine_limits(base.id)) for base in self.candidates(caller, None).bases]
 
     def candidates(self, caller: AdapterCaller, base: str | None) -> Candidates:
         """Return the base models that an upload may belong to. base: the name that the caller gives; None: none.

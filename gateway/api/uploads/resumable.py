@@ -55,6 +55,21 @@ class ShownUpload(Struct, frozen=True, kw_only=True):
     expires_at: datetime
 
 
+class BaseLimits(Struct, frozen=True, kw_only=True):
+    """Limit of a base model's engines at present. max_rank: the largest rank of an adapter."""
+
+    base: str
+    max_rank: int
+
+
+class UploadLimits(Struct, frozen=True, kw_only=True):
+    """Limits that uploads are checked against. max_bytes: the size of all files, or of the archive."""
+
+    object: Literal["adapter.upload_limits"] = "adapter.upload_limits"
+    max_bytes: int
+    data: list[BaseLimits]
+
+
 class DeletedUpload(Struct, frozen=True, kw_only=True):
     object: Literal["adapter.upload"] = "adapter.upload"
     id: str
@@ -84,6 +99,12 @@ class ResumableUploads:
         self._intake = intake
         self._quota = quota
         self._rules = rules
+
+    async def limits(self, request: web.Request) -> web.Response:
+        """Return the limits, so that a client need not send an adapter that would be refused."""
+        caller = await find_caller(request, self._tenants)
+        found = [BaseLimits(base=base, max_rank=each.max_rank) for base, each in self._intake.limits(caller)]
+        return json_response(UploadLimits(max_bytes=self._rules.max_bytes, data=found))
 
     async def begin(self, request: web.Request) -> web.Response:
         """Begin an upload, or find the unfinished one of the same name and content."""

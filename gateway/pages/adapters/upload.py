@@ -1,11 +1,14 @@
 """Form that uploads an adapter, with its progress. The upload is that of `POST /v1/adapters`."""
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
 from gateway.api.adapters.handlers import AdapterIntake
-from gateway.errors import Forbidden
-from gateway.pages.adapters.subject import find_adapter
+from gateway.api.uploads.checking import EngineLimits
+from gateway.errors import BadRequest, Forbidden
+from gateway.pages.adapters.subject import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.tenants.tenants import Tenants
@@ -38,7 +41,15 @@ class AdapterUploads:
             adapter=adapter,
             name=name,
             max_bytes=self._intake.max_bytes,
+            limits=self._limits(adapter),
         )
+
+    def _limits(self, adapter: PageAdapter) -> Sequence[tuple[str, EngineLimits]]:
+        """Return what the engines serve; nothing while no base model takes adapters."""
+        try:
+            return self._intake.limits(adapter.caller)
+        except BadRequest:
+            return ()
 
     async def upload(self, request: web.Request) -> web.Response:
         """Take the form of the page's script, and answer in JSON."""

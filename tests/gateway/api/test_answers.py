@@ -132,6 +132,7 @@ async def of_uploads(admin: Operator, imports: Path) -> None:
         (imports / "house").mkdir(parents=True, exist_ok=True)
         (imports / "house" / name).write_bytes(content)
     await admin.post(f"{TENANT}/adapter-imports?name=house&source=file://{imports}/house")
+    await admin.get(f"{TENANT}/adapter-uploads")
     archive = tarred(files(4))
     sha = hashlib.sha256(archive).hexdigest()
     begun = f"{TENANT}/adapter-uploads?name=parts&size={len(archive)}&sha256={sha}"

@@ -150,6 +150,7 @@ async def test_an_upload_by_form_is_that_of_the_api(gateway: Gateway, tmp_path: 
     await gateway.tenant("acme")
     async with gateway.browser() as browser:
         path = "/admin/tenants/acme/adapter-upload"
+        assert "The largest rank is 64." in (await browser.get(path)).body.decode()
         assert 'value="pirate"' in (await browser.get(path, params={"name": "pirate"})).body.decode()
         headers = {"x-csrf": await browser.csrf()}
 
