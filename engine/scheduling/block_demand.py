@@ -56,6 +56,8 @@ class BlockDemand:
         self._block_size = block_size
         self._answers = OrderedDict[str, _Answers]()
         self._sum = 0.0  # over tenants, of what is expected without the average over tenants
+        # Expected output tokens by tenant, of the present step.
+        self._expected: dict[str, float] = {}
         # Running requests of the present step, and their sizes, in order.
         self._known: list[Request] = []
         self._sizes: list[tuple[float, int]] = []
@@ -76,11 +78,16 @@ class BlockDemand:
                 self._sum -= self._answers.popitem(last=False)[1].expected(PRIOR)
         after = self._answers[request.tenant_id] = before.add(request.num_output_tokens)
         self._sum += after.expected(PRIOR)
+        self._expected.clear()
 
     def expected_outputs(self, tenant_id: str) -> float:
         """Return the expected output tokens of a tenant's next answer, with a margin."""
-        over_tenants = (PRIOR + self._sum) / (1 + len(self._answers))
-        return MARGIN * self._answers.get(tenant_id, _Answers()).expected(over_tenants)
+        found = self._expected.get(tenant_id)
+        if found is None:
+            over_tenants = (PRIOR + self._sum) / (1 + len(self._answers))
+            found = MARGIN * self._answers.get(tenant_id, _Answers()).expected(over_tenants)
+            self._expected[tenant_id] = found
+        return found
 
     def further_blocks(self, requests: Sequence[Request]) -> int:
         """Return the blocks that requests are expected to need beyond those that they hold."""
@@ -89,6 +96,7 @@ class BlockDemand:
 
     def begin_step(self) -> None:
         """Drop the sizes of the running requests, because each step changes them."""
+        self._expected.clear()
         self._known.clear()
         self._sizes.clear()
 
@@ -106,9 +114,10 @@ class BlockDemand:
             return True
         if self._known != running[: len(self._known)]:  # a request was preempted
             self.begin_step()
-        for other in running[len(self._known) :]:
-            insort(self._sizes, self._size(other))
-            self._known.append(other)
+        new = running[len(self._known) :]
+        self._sizes += map(self._size, new)
+        self._sizes.sort()
+        self._known += new
         sizes = self._sizes.copy()
         insort(sizes, self._size(request))
         shared = sum([len(r.blocks) for r in running]) + len(prefix) - (cache.num_blocks - cache.num_free)
@@ -116,9 +125,10 @@ class BlockDemand:
 
     def _size(self, request: Request) -> tuple[float, int]:
         """Return (minus the expected number of further tokens, number of tokens so far)."""
-        expected, outputs = self.expected_outputs(request.tenant_id), request.num_output_tokens
+        num_tokens, expected = request.num_tokens, self.expected_outputs(request.tenant_id)
+        outputs = num_tokens - request.num_prompt_tokens
         final = expected if outputs < expected else outputs * (1 + BEYOND) + self._block_size
-        return outputs - min(final, request.params.max_tokens), request.num_tokens
+        return outputs - min(final, request.params.max_tokens), num_tokens
 
     def peak(self, sizes: Sequence[tuple[float, int]]) -> int:
         """Return the expected maximum number of blocks that requests hold together, if they share none.

@@ -182,3 +182,26 @@ def test_streams_longer_than_expected_do_not_keep_another_tenant_to_one_seat() -
     for _ in range(2100):
         world.step()
     assert sum(request.status is Status.FINISHED for request in short) > 100
+
+
+def test_the_expectation_of_a_tenant_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed for each of 256 running requests, it took half of 0.45 ms, in each step in which a request waits."""
+    computed, expected = list[float](), block_demand._Answers.expected
+
+    def recorded(answers: block_demand._Answers, prior: float) -> float:
+        computed.append(prior)
+        return expected(answers, prior)
+
+    monkeypatch.setattr(block_demand._Answers, "expected", recorded)
+    demand, cache = BlockDemand(BLOCK_SIZE), KVCache(60, BLOCK_SIZE)
+    params = SamplingParams(max_tokens=400)
+    requests = [Request(NewRequest(str(i), [i], params, tenant_id="ab"[i % 2])) for i in range(41)]
+    for request in requests[:40]:
+        cache.start(request, [])
+    for _ in range(2):
+        demand.begin_step()
+        assert not demand.leaves_room(requests[40], [], requests[:40], cache)
+        assert len(computed) == 2
+        computed.clear()
+    demand.observe(ended("a", 1))
+    assert demand.expected_outputs("a") < 1000, "an answer that ends changes it at once"
