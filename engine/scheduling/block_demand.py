@@ -102,7 +102,8 @@ class BlockDemand:
 
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
         """Return whether the blocks suffice for the expected demand of the running requests and of this one, whose
-        cached blocks are `prefix`. With no running request they do.
+        cached blocks are `prefix`, until its own end. With no running request they do. A later demand does not depend
+        on it: streams that fill the cache in the end leave room for short answers until then.
 
         Within a step, the sizes of requests that ran at the last call are not computed again.
         """
@@ -118,8 +119,11 @@ class BlockDemand:
         self._sizes += map(self._size, new)
         self._sizes.sort()
         self._known += new
-        sizes = self._sizes.copy()
-        insort(sizes, self._size(request))
+        own = self._size(request)
+        # The growth of others counts until its own end, if each step computes a token of its prompt.
+        end = own[0] - max(1, own[1] - len(prefix) * self._block_size)
+        sizes = [(left if left > end else end, tokens) for left, tokens in self._sizes]
+        insort(sizes, own)
         shared = sum([len(r.blocks) for r in running]) + len(prefix) - (cache.num_blocks - cache.num_free)
         return self.peak(sizes) - max(0, shared) <= cache.num_blocks
 
@@ -134,7 +138,7 @@ class BlockDemand:
         """Return the expected maximum number of blocks that requests hold together, if they share none.
 
         It includes one more block for each request, because its last block may hold a single token. sizes: see `_size`,
-        in order.
+        by the tokens left.
         """
         # Once the request with the n-th most tokens left ends, the n - 1 before it still run and have grown as much.
         held, peak = 0, 0.0

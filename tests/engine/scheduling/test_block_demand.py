@@ -45,7 +45,8 @@ def test_a_quick_answer_is_the_peaks() -> None:
         params = SamplingParams(max_tokens=chance.randrange(1, 300))
         new = Request(NewRequest("new", [1] * chance.randrange(1, 200), params))
         found, is_quick = demand.leaves_room(new, [], requests, cache), not demand.num_peaks
-        sizes = sorted(demand._size(request) for request in [*requests, new])
+        left, tokens = demand._size(new)
+        sizes = sorted((max(left - tokens, other), held) for other, held in map(demand._size, [*requests, new]))
         assert found == (demand.peak(sizes) <= cache.num_blocks)
         answers.append((found, is_quick))
     assert min(answers.count(kind) for kind in ((True, True), (True, False), (False, False))) > 20
@@ -167,6 +168,21 @@ def steps_of_short_answers(**left: bool) -> int:
 def test_complete_answers_are_learnt_and_those_of_clients_that_leave_are_not() -> None:
     """A stop string ends an answer at the front, which aborts its sequence."""
     assert steps_of_short_answers(is_complete=True) < 0.5 * steps_of_short_answers()
+
+
+def test_streams_that_fill_the_cache_in_the_end_leave_room_for_short_answers_until_then() -> None:
+    """A tenant's short answers had one seat, because another's streams were expected to fill the cache much later."""
+    world = World(seats=64, blocks=952)
+    for _ in range(40):
+        world.ask(Asked(0, "long", 1.0, 20, 4000))
+    for _ in range(100):
+        world.step()
+    for _ in range(40):
+        world.ask(Asked(0, "short", 1.0, 20, 100))
+    for _ in range(60):
+        world.step()
+    assert sum(request.tenant_id == "short" for request in world.scheduler.running) > 10
+    assert world.scheduler.num_preemptions == 0
 
 
 def test_streams_longer_than_expected_do_not_keep_another_tenant_to_one_seat() -> None:

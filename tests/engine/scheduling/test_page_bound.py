@@ -288,6 +288,6 @@ def test_without_preemption_for_blocks_the_sum_of_both_bounds_does_not_hold(
     """A stream of tenant a is expected to need all blocks. The load of its adapter puts c ahead for 10 s."""
     if not preempts:
         monkeypatch.setattr(FairShare, "preemptible", lambda *_, **__: [])
-    asked = [Asked(0, "a", 3, 2000), Asked(60, "c", 3, 10)]
+    asked = [Asked(0, "a", 3, 2000), Asked(60, "c", 3, 2000)]
     world = run(asked, 10 + BOUND_S + BLOCKS_BOUND_S + 1, blocks=60)
     assert (world.late > 1e-6) is not preempts
