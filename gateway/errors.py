@@ -195,8 +195,8 @@ class TooLarge(GatewayError):
 class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
     """Limit that refused a request.
 
-    name: such as "tokens_per_minute". owner: "tenant", "key" or "model". value: the limit itself. needed: the amount
-    that the request needed; remaining: the amount that was left. Money is in micro-units.
+    name: such as "tokens_per_minute". owner: "tenant", "key" or "model". value: the limit itself. needed, remaining:
+    the amounts that the request needed and that were left; money is in micro-units. retry_after: the wait in seconds.
     """
 
     name: str
@@ -204,6 +204,7 @@ class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
     value: int
     needed: int
     remaining: int
+    retry_after: int | None = None
 
 
 class RateLimited(GatewayError):

@@ -128,4 +128,4 @@ def _refused(row: UsageRow, number: str) -> tuple[Any, ...]:
         row.model,
         row.end_user,
     )
-    return f"req_refused{number}", *of, 429, "rate_limit_exceeded", None, *limit, 3, "192.0.2.1"
+    return f"req_refused{number}", *of, 429, "rate_limit_exceeded", None, *limit, 3, "192.0.2.1", 1

@@ -81,7 +81,12 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
         code="insufficient_quota" if limit.kind.is_budget and not is_reserved else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
         exceeded=Exceeded(
-            name=limit.name, owner=limit.owner, value=limit.value, needed=needed, remaining=max(0, remaining)
+            name=limit.name,
+            owner=limit.owner,
+            value=limit.value,
+            needed=needed,
+            remaining=max(0, remaining),
+            retry_after=seconds,
         ),
     )
 

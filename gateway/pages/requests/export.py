@@ -14,7 +14,7 @@ from wire.money import exact_money
 # Entries that are read and encoded at a time: a few ms of the event loop.
 AT_ONCE = 200
 FORMATS = {"csv": "text/csv", "json": "application/json"}
-LIMIT_FIELDS = ("limit_name", "limit_owner", "limit_value", "limit_needed", "limit_remaining")
+LIMIT_FIELDS = ("limit_name", "limit_owner", "limit_value", "limit_needed", "limit_remaining", "limit_retry_after")
 FIELDS = (
     *(name for name in LogEntry.__struct_fields__ if name not in ("limit", "cost")),
     *(*LIMIT_FIELDS, "cost", "cost_micros", "currency"),
@@ -25,7 +25,7 @@ def describe_entry(entry: LogEntry, currency: str) -> dict[str, Any]:
     """Return an entry with its fields FIELDS. Its cost is an exact decimal, and in micro-units as `cost_micros`."""
     values = msgspec.structs.asdict(entry)
     limit = values.pop("limit")
-    amounts = (None,) * 5 if limit is None else msgspec.structs.astuple(limit)
+    amounts = (None,) * len(LIMIT_FIELDS) if limit is None else msgspec.structs.astuple(limit)
     values |= dict(zip(LIMIT_FIELDS, amounts, strict=True))
     values |= {"cost": exact_money(entry.cost), "cost_micros": entry.cost, "currency": currency}
     return {name: values[name] for name in FIELDS}

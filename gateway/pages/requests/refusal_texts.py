@@ -2,14 +2,21 @@
 
 from datetime import UTC, datetime
 
+from gateway.errors import RateLimited
 from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
 from gateway.pages.widgets.limit_titles import limit_title
-from gateway.records.requests.refusal_report import Cause
+from gateway.quota.refusals import describe_wait
+from gateway.records.requests.refusal_report import Cause, Evidence
 from wire.error_codes import ENGINE_SHARE_USED
 
 # Advice by the class of the limit, and by the code of a refusal without a limit. Codes by which a program decides are
 # constants; the others are only shown.
+CUT, RESERVED = "cut", "reserved"
 ADVICE = {
+    CUT: "The rest of the answers had no room in a token rate. A smaller max_tokens, fewer requests at once or a "
+    "higher limit would help.",
+    RESERVED: "Running requests reserved the budget: a smaller max_tokens, fewer requests at once or a higher budget "
+    "would help.",
     "requests": "The client should wait as long as Retry-After says, or the limit should be raised.",
     "tokens": "Fewer or shorter requests, a smaller max_tokens or a higher limit would help; see the tokens below.",
     "concurrency": "The client sends more requests at once than the limit allows: it should queue them itself.",
@@ -21,6 +28,8 @@ ADVICE = {
     "too_many_refused_requests": "Too many of the tenant's requests were invalid; their errors name the fields.",
 }
 NO_KEY = "requests without a valid key"
+# Words for `Cause.outcome` in tables.
+OUTCOMES = {"refused": "refused", "cut": "cut in mid-stream", "failed": "failed after admission"}
 
 
 def title(cause: Cause) -> str:
@@ -30,35 +39,65 @@ def title(cause: Cause) -> str:
 
 def sentence(cause: Cause, currency: str, now: datetime, step: int) -> str:
     """Return the rest of a sentence after the tenant's name: number, limit, time and peak. step: in seconds."""
-    plural = "request was" if cause.requests == 1 else "requests were"
-    text = f"{cause.requests:,} {plural} refused"
     evidence = cause.evidence
+    text = _what(cause)
     if cause.limit_name:
-        owner = OWNERS.get(evidence.owner or "", "the tenant") if evidence is not None else "the tenant"
-        value = "" if evidence is None or evidence.value is None else amount(cause.limit_name, evidence.value, currency)
-        text += f" by the limit {limit_title(cause.limit_name)} of {owner}{f' ({value})' if value else ''}"
-    else:
-        text += f" with {cause.status or 'the code'} {cause.code}"
-    if evidence is not None:
-        first, last = (_clock(each, now) for each in (evidence.first, evidence.last))
-        text += f", at {first}" if first == last else f", from {first} to {last}"
+        of = f" {_owner(cause, evidence[0], currency)}" if len(evidence) == 1 else ""
+        text += f" by the limit {limit_title(cause.limit_name)}{of}"
+    if evidence:
+        first, last = min(each.first for each in evidence), max(each.last for each in evidence)
+        first_shown, last_shown = _clock(first, now), _clock(last, now)
+        text += f", at {first_shown}" if first_shown == last_shown else f", from {first_shown} to {last_shown}"
     if cause.peak is not None and cause.requests > 1:
         text += f", most {_span(cause.peak[0], now, step)} ({cause.peak[1]:,})"
     return f"{text}."
 
 
-def needs(cause: Cause, currency: str) -> str:
-    """Return what the refused requests needed and what was left, on average; "" without a limit."""
-    evidence = cause.evidence
-    if evidence is None or evidence.needed is None or evidence.remaining is None or evidence.needed <= 1:
-        return ""
-    needed, left = (amount(cause.limit_name, round(each), currency) for each in (evidence.needed, evidence.remaining))
-    return f"On average a refused request needed {needed}, and {left} were left."
+def limits_shown(cause: Cause, currency: str) -> list[str]:
+    """Return a line for each limit of the cause's name that refused requests: its owner, value, number and figures."""
+    if len(cause.evidence) == 1:
+        return [line] if (line := _figures(cause, cause.evidence[0], currency)) else []
+    return [
+        f"Limit {_owner(cause, each, currency)}: {each.rows:,} of the recorded refusals. "
+        f"{_figures(cause, each, currency)}".strip()
+        for each in cause.evidence
+    ]
 
 
 def advice(cause: Cause) -> str:
     kind = KIND_OF.get(cause.limit_name)
+    if cause.outcome == "cut":
+        return ADVICE[CUT]
+    if kind is not None and kind.is_budget and cause.code == RateLimited.code:
+        return ADVICE[RESERVED]
     return ADVICE.get(cause.code if kind is None else kind.limit_class, "")
+
+
+def _what(cause: Cause) -> str:
+    """Return the number of requests and their outcome, with the code if no limit is known."""
+    is_one = cause.requests == 1
+    if cause.outcome == "cut":
+        return f"{cause.requests:,} {'answer was' if is_one else 'answers were'} cut in mid-stream by a limit"
+    verb = "failed after admission" if cause.outcome == "failed" else f"{'was' if is_one else 'were'} refused"
+    text = f"{cause.requests:,} request{'' if is_one else 's'} {verb}"
+    return text if cause.limit_name else f"{text} with {cause.status or 'the code'} {cause.code}"
+
+
+def _owner(cause: Cause, evidence: Evidence, currency: str) -> str:
+    value = "" if evidence.value is None else f" ({amount(cause.limit_name, evidence.value, currency)})"
+    return f"of {OWNERS.get(evidence.owner or '', 'the tenant')}{value}"
+
+
+def _figures(cause: Cause, evidence: Evidence, currency: str) -> str:
+    """Return what requests needed and what was left, on average, and the longest wait; "" without a limit."""
+    found = []
+    if evidence.needed is not None and evidence.remaining is not None and evidence.needed > 1:
+        amounts = (evidence.needed, evidence.remaining)
+        needed, left = (amount(cause.limit_name, round(each), currency) for each in amounts)
+        found.append(f"On average a refused request needed {needed}, and {left} were left.")
+    if evidence.longest_wait is not None:
+        found.append(f"The longest wait was {describe_wait(evidence.longest_wait)}.")
+    return " ".join(found)
 
 
 def _span(start: datetime, now: datetime, step: int) -> str:

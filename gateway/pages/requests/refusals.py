@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
+from gateway.pages.requests.refusal_texts import NO_KEY, OUTCOMES, advice, limits_shown, sentence, title
 from gateway.pages.widgets import periods
 from gateway.pages.widgets.limit_titles import limit_title
 from gateway.pages.widgets.links import Links
@@ -30,6 +30,7 @@ PERIODS = ("1h", "24h", "7d", "30d")
 COLUMNS = (
     Column("tenant", "Tenant"),
     Column("limit_name", "Limit"),
+    Column("outcome", "Outcome"),
     Column("code", "Code"),
     Column("status", "Status", numeric=True),
     Column("requests", "Refused", numeric=True),
@@ -111,6 +112,7 @@ class RefusalPages:
             links=Links(request),
             limit_title=limit_title,
             no_key=NO_KEY,
+            outcomes=OUTCOMES,
             newest=NEWEST,
             reserved_hours=RESERVED_HOURS,
             bounds={} if sums is None else {"since": as_field(sums.since), "until": as_field(sums.until)},
@@ -118,12 +120,12 @@ class RefusalPages:
             **shown,
         )
 
-    def _finding(self, cause: Cause, sums: RefusalSums, request: web.Request, now: datetime) -> dict[str, str]:
+    def _finding(self, cause: Cause, sums: RefusalSums, request: web.Request, now: datetime) -> dict[str, Any]:
         return {
             "tenant": cause.tenant,
             "title": title(cause),
             "sentence": sentence(cause, self._currency, now, sums.step),
-            "needs": needs(cause, self._currency),
+            "limits": limits_shown(cause, self._currency),
             "advice": advice(cause),
             "requests": Links(request).requests(
                 tenant=cause.tenant,

@@ -293,7 +293,8 @@ def _entry(table: Table, row: Any) -> LogEntry:
         endpoint = str(values.pop("endpoint"))
         at, code = values.pop("created_at"), values.pop("error_code")
         return LogEntry(**values, at=at, route=ROUTES.get(endpoint, endpoint), code=code)
-    amounts = [values.pop(name) for name in ("limit_name", "limit_owner", "limit_value", "needed", "remaining")]
+    names = ("limit_name", "limit_owner", "limit_value", "needed", "remaining", "retry_after")
+    amounts = [values.pop(name) for name in names]
     limit = None
     if amounts[0] is not None:
         limit = Exceeded(**dict(zip(Exceeded.__struct_fields__, amounts, strict=True)))

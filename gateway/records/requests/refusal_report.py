@@ -1,7 +1,7 @@
 """Refused requests of a period by tenant, limit and code: exact counts, their curve, and evidence from single rows."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.errors import RateLimited
 from gateway.records.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.requests.refused import ALL_TENANTS
@@ -21,10 +22,14 @@ LIMITED = 429
 MAX_CAUSES, MAX_EVIDENCE = 1000, 2000
 # Number of causes with evidence, and of curves beside "others".
 EXPLAINED, CURVES = 5, 8
+# Limits of one cause with evidence: a limit's value may change often.
+EXPLAINED_LIMITS = 10
 OTHERS = "*"
 # Limits for the comparison of reserved with settled tokens: its period, and the number of its newest rows.
 RESERVED_HOURS, NEWEST = 24, 20_000
 
+# "cut": a limit had no room for the rest of a running answer. "failed": the request failed otherwise after admission.
+Outcome = Literal["refused", "cut", "failed"]
 GroupBy = Literal["limit", "tenant", "code"]
 GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
 
@@ -39,7 +44,11 @@ class RefusalFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the recorded rows of a cause. rows: their number. The last four are None without a limit."""
+    """Figures of the recorded rows of a cause, by one limit if limits are the cause.
+
+    rows: their number. needed, remaining: averages. longest_wait: the longest that a client was told, in seconds. The
+    last five are None without a limit.
+    """
 
     rows: int
     first: datetime
@@ -48,13 +57,15 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     value: int | None
     needed: float | None
     remaining: float | None
+    longest_wait: int | None
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Number of a tenant's refusals by a limit, or with a code if there is none.
 
-    tenant: "" for requests without a verified key. peak: the step with most refusals, and their number there.
-    evidence: evidence for the first causes; None for the others.
+    tenant: "" for requests without a verified key. status: 0 for requests that failed after their admission. peak: the
+    step with most refusals, and their number there. evidence: for the first causes, the figures of each limit of this
+    name (the tenant's, a key's, another value of it), the one with most rows first.
     """
 
     tenant_id: str
@@ -63,8 +74,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     limit_name: str
     requests: int
+    outcome: Outcome
     peak: tuple[datetime, int] | None = None
-    evidence: Evidence | None = None
+    evidence: list[Evidence] = []
 
 
 class RefusalSums(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,7 +230,13 @@ async def _causes(connection: AsyncConnection, criteria: RefusalFilter, segments
     keys = [rows.c[name] for name in ("tenant_id", "tenant", "code", "status", "limit_name")]
     number = int_sum(rows.c.requests).label("requests")
     query = select(*keys, number).group_by(*keys).order_by(number.desc(), *keys).limit(MAX_CAUSES)
-    return [Cause(**row._mapping) for row in await connection.execute(query)]
+    return [Cause(**row._mapping, outcome=_outcome(row)) for row in await connection.execute(query)]
+
+
+def _outcome(row: Any) -> Outcome:
+    if row.status:
+        return "refused"
+    return "cut" if row.code == RateLimited.code else "failed"
 
 
 async def _number(connection: AsyncConnection, criteria: RefusalFilter, segments: Segments) -> int:
@@ -261,9 +279,9 @@ async def _curves(
 async def _explain(connection: AsyncConnection, cause: Cause, segments: Segments, period: Period) -> Cause:
     """Return the cause with its peak, and with the figures of its newest rows in the period."""
     same = RefusalFilter(tenant=cause.tenant, code=cause.code, limit_name=cause.limit_name, status=cause.status)
-    rows = _rows(same, segments, cause.tenant_id)
-    at = (rows.c.start - rows.c.start % period.step).label("at")
-    number = int_sum(rows.c.requests)
+    counts = _rows(same, segments, cause.tenant_id)
+    at = (counts.c.start - counts.c.start % period.step).label("at")
+    number = int_sum(counts.c.requests)
     highest = await connection.execute(select(at, number).group_by(at).order_by(number.desc(), at).limit(1))
     peak = highest.first()
     table = refused_requests
@@ -278,19 +296,26 @@ async def _explain(connection: AsyncConnection, cause: Cause, segments: Segments
         func.count().label("rows"),
         func.min(newest.c.at).label("first"),
         func.max(newest.c.at).label("last"),
-        func.max(newest.c.limit_owner).label("owner"),
-        func.max(newest.c.limit_value).label("value"),
+        newest.c.limit_owner.label("owner"),
+        newest.c.limit_value.label("value"),
         func.avg(newest.c.needed).label("needed"),
         func.avg(newest.c.remaining).label("remaining"),
+        func.max(newest.c.retry_after).label("longest_wait"),
     )
-    row = (await connection.execute(select(*figures))).one()
-    values: dict[str, Any] = dict(row._mapping)
+    limits = (newest.c.limit_owner, newest.c.limit_value)
+    order = (func.count().desc(), *limits)
+    rows = await connection.execute(select(*figures).group_by(*limits).order_by(*order).limit(EXPLAINED_LIMITS))
+    evidence = [_evidence(row._mapping) for row in rows]
+    found = None if peak is None else (moment(peak[0]), int(peak[1]))
+    return msgspec.structs.replace(cause, peak=found, evidence=evidence)
+
+
+def _evidence(row: Mapping[Any, Any]) -> Evidence:
+    values = dict(row)
     for name in ("needed", "remaining"):
         # PostgreSQL's average of bigints is a numeric.
         values[name] = None if values[name] is None else float(values[name])
-    evidence = Evidence(**values) if row.rows else None
-    found = None if peak is None else (moment(peak[0]), int(peak[1]))
-    return msgspec.structs.replace(cause, peak=found, evidence=evidence)
+    return Evidence(**values)
 
 
 def _same_rows(cause: Cause) -> Sequence[ColumnElement[bool]]:

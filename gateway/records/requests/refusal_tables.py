@@ -29,6 +29,8 @@ refused_requests = Table(
     Column("remaining", BigInteger, nullable=True),
     Column("latency_ms", BigInteger, nullable=False),
     Column("address", String(64), nullable=True),
+    # Seconds, of a 429 by a limit.
+    Column("retry_after", BigInteger, nullable=True),
     Index("ix_refused_requests_at", "at"),
     Index("ix_refused_requests_tenant_id_at", "tenant_id", "at"),
     Index("ix_refused_requests_tenant_at", "tenant", "at"),

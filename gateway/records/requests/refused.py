@@ -223,4 +223,5 @@ def _columns(refused: RefusedRequest) -> dict[str, object]:
         "limit_value": None if exceeded is None else exceeded.value,
         "needed": None if exceeded is None else exceeded.needed,
         "remaining": None if exceeded is None else exceeded.remaining,
+        "retry_after": None if exceeded is None else exceeded.retry_after,
     }

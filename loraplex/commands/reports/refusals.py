@@ -11,9 +11,10 @@ from loraplex.commands.output import BUDGETS, json_option, moment, print_json, p
 from loraplex.commands.values import Moment, given
 from wire.money import exact_money
 
+LIMIT_COLUMNS = ("owner", "value", "recorded", "needed", "remaining", "wait")
 # Time before and after `--at`.
 AROUND = timedelta(minutes=10)
-COLUMNS = ("tenant", "limit", "code", "status", "refused", "peak", "owner", "value", "needed", "remaining")
+COLUMNS = ("tenant", "limit", "outcome", "code", "status", "refused", "peak", *LIMIT_COLUMNS)
 
 
 class At(Moment):
@@ -51,8 +52,9 @@ class At(Moment):
 def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> None:
     """Show why requests were refused, by tenant, limit and code, by default in the last day.
 
-    Value, needed and remaining are averages over the recorded refusals of a cause. Peak is the part of the period with
-    most refusals: their number, the length of the part and its start.
+    A limit of the same name has a row for each owner and value, with the number of its recorded refusals, the averages
+    of what they needed and what remained, and the longest wait in seconds. The outcome "cut" is an answer that a limit
+    ended in mid-stream. Peak is the part of the period with most refusals: their number, its length and its start.
     """
     if at is not None:
         if query["since"] is not None or query["until"] is not None:
@@ -65,20 +67,29 @@ def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> N
         return
     ends = f"{moment(found['since'])} to {moment(found['until'])}"
     click.echo(f"{found['total']} refusals from {ends}, {found['before']} in the period before", err=True)
-    print_table([_shown(cause, found["step"]) for cause in found["causes"]], COLUMNS)
+    print_table([row for cause in found["causes"] for row in _shown(cause, found["step"])], COLUMNS)
 
 
-def _shown(cause: dict[str, Any], step: int) -> dict[str, Any]:
-    evidence, peak = cause["evidence"] or {}, cause["peak"]
-    amounts = {name: _amount(evidence.get(name), cause["limit_name"]) for name in ("value", "needed", "remaining")}
-    return {
-        **{name: cause[name] for name in ("tenant", "code", "status")},
-        "limit": cause["limit_name"],
+def _shown(cause: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """Return the rows of a cause: its sums, with its first limit, and then its other limits."""
+    peak = cause["peak"]
+    sums = {
+        "status": cause["status"] or None,
         "refused": cause["requests"],
         "peak": None if peak is None else f"{peak[1]} in {step // 60} min from {moment(peak[0])}",
-        "owner": evidence.get("owner"),
-        **amounts,
     }
+    names = {**{name: cause[name] for name in ("tenant", "outcome", "code")}, "limit": cause["limit_name"]}
+    rows = [
+        {
+            **names,
+            **{name: _amount(each[name], cause["limit_name"]) for name in ("value", "needed", "remaining")},
+            "owner": each["owner"],
+            "recorded": each["rows"],
+            "wait": each["longest_wait"],
+        }
+        for each in cause["evidence"]
+    ]
+    return [{**(rows[0] if rows else names), **sums}, *rows[1:]]
 
 
 def _amount(value: float | None, limit: str) -> str | None:

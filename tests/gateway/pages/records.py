@@ -44,7 +44,9 @@ def refused(number: int, **changes: Any) -> RefusedRequest:
         "code": "rate_limit_exceeded",
         "latency_ms": 1,
         "model": "pirate",
-        "exceeded": Exceeded(name="tokens_per_minute", owner="tenant", value=20_000, needed=4_096, remaining=310),
+        "exceeded": Exceeded(
+            name="tokens_per_minute", owner="tenant", value=20_000, needed=4_096, remaining=310, retry_after=12
+        ),
     }
     return RefusedRequest(**values | changes)
 

@@ -53,7 +53,7 @@ async def test_refusals_by_tenant_time_and_limit(run: Run, gateway: Gateway):
     assert row | expected | {"REFUSED": "1"} == row
     assert re.search(r" 1 in \d+ min from 20\d\d-", shown.stdout)
     [budget] = (await run("refusals", "--limit-name", "budget_per_month")).stdout.splitlines()[1:]
-    assert budget.split()[-4:][:2] == ["tenant", "0.00"]
+    assert budget.split()[-6:][:3] == ["tenant", "0.00", "1"]
     now = datetime.now(UTC)
     at = json.loads((await run("refusals", "--at", now.isoformat(), "--json")).stdout)
     assert at["total"] == 2

@@ -32,6 +32,7 @@ async def test_an_operator_sees_admitted_and_refused_requests_of_all_tenants(gat
     mine = await entries(gateway.admin, "/admin/api/requests?tenant=acme", 2)
     assert {each["request_id"] for each in mine} == {each.headers["x-request-id"] for each in (served, limited)}
     [refused] = await entries(gateway.admin, "/admin/api/requests?status=not_admitted&code=rate_limit_exceeded", 1)
+    assert 0 < refused["limit"].pop("retry_after") <= 60
     limit = {"name": "requests_per_minute", "owner": "tenant", "value": 1, "needed": 1, "remaining": 0}
     assert (refused["http_status"], refused["limit"]) == (429, limit)
     [anns] = await entries(gateway.admin, "/admin/api/requests?end_user=ann&engine=" + mine[-1]["engine"], 1)

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -53,7 +54,7 @@ def an_hour_ago(minutes: int = 0, seconds: int = 0) -> datetime:
 
 
 async def test_the_page_says_why_a_tenant_got_429s_at_a_time(reader: Reader, database: Database):
-    exceeded = Exceeded(name="requests_per_minute", owner="key", value=60, needed=1, remaining=0)
+    exceeded = Exceeded(name="requests_per_minute", owner="key", value=60, needed=1, remaining=0, retry_after=9)
     await fill(
         database,
         *(refused(i, at=an_hour_ago(40, i)) for i in range(20)),
@@ -68,13 +69,63 @@ async def test_the_page_says_why_a_tenant_got_429s_at_a_time(reader: Reader, dat
     assert (
         f"acme : 25 requests were refused by the limit tokens per minute of the tenant (20,000 tokens), from "
         f"{an_hour_ago(40):%H:%M:%S} to {an_hour_ago(41, 4):%H:%M:%S}, most at {at} (20). On average a refused request "
-        "needed 4,096 tokens, and 310 tokens were left." in shown
+        "needed 4,096 tokens, and 310 tokens were left. The longest wait was 12 s." in shown
     )
     assert "globex" not in shown
     assert "requests per minute" not in shown
     [link] = re.findall(r'href="([^"]+)">See the requests', text)
     _, log = await reader.get(html.unescape(link))
     assert len(re.findall(r'<th scope="row"><a href="/admin/requests/', log)) == 25
+
+
+async def test_limits_of_one_name_are_shown_on_their_own(reader: Reader, database: Database):
+    """A key's limit, and the tenant's before and after it was raised."""
+
+    def exceeded(owner: str, value: int, needed: int, retry_after: int) -> Exceeded:
+        limit: dict[str, Any] = {"owner": owner, "value": value, "needed": needed, "retry_after": retry_after}
+        return Exceeded(name="tokens_per_minute", remaining=10, **limit)
+
+    await fill(
+        database,
+        *(refused(i, at=an_hour_ago(40), exceeded=exceeded("tenant", 20_000, 4_000, i)) for i in range(5)),
+        *(refused(10 + i, at=an_hour_ago(41), exceeded=exceeded("tenant", 30_000, 9_000, 3)) for i in range(3)),
+        *(refused(20 + i, at=an_hour_ago(42), exceeded=exceeded("key", 500, 100, 50 + i)) for i in range(2)),
+    )
+    shown = plain((await reader.get("/admin/refusals?tenant=acme"))[1])
+    assert "acme : 10 requests were refused by the limit tokens per minute, from " in shown
+    for line in (
+        "Limit of the tenant (20,000 tokens): 5 of the recorded refusals. On average a refused request needed 4,000 "
+        "tokens, and 10 tokens were left. The longest wait was 4 s.",
+        "Limit of the tenant (30,000 tokens): 3 of the recorded refusals. On average a refused request needed 9,000 "
+        "tokens, and 10 tokens were left. The longest wait was 3 s.",
+        "Limit of the key (500 tokens): 2 of the recorded refusals. On average a refused request needed 100 tokens, "
+        "and 10 tokens were left. The longest wait was 51 s.",
+    ):
+        assert line in shown
+
+
+async def test_answers_that_a_limit_cut_have_words_of_their_own(reader: Reader, database: Database):
+    after_admission: dict[str, Any] = {"exceeded": None, "status": 0}
+    await fill(
+        database,
+        *(refused(i, at=an_hour_ago(40), code="rate_limit_exceeded", **after_admission) for i in range(2)),
+        refused(10, at=an_hour_ago(40), code="engine_error", **after_admission),
+    )
+    _, text = await reader.get("/admin/refusals?status=all")
+    assert "acme : 2 answers were cut in mid-stream by a limit, at " in plain(text).replace("from", "at")
+    assert "acme : 1 request failed after admission with the code engine_error, at " in plain(text)
+    assert re.search(r"acme cut in mid-stream rate_limit_exceeded 2 ", plain(text))
+    _, text = await reader.get("/admin/refusals?status=all&format=csv")
+    rows = [(each["outcome"], each["code"]) for each in csv.DictReader(io.StringIO(text))]
+    assert rows == [("cut", "rate_limit_exceeded"), ("failed", "engine_error")]
+
+
+async def test_a_budget_that_was_only_reserved_has_advice_of_its_own(reader: Reader, database: Database):
+    exceeded = Exceeded(name="budget_per_day", owner="tenant", value=10**6, needed=9, remaining=0, retry_after=1)
+    await fill(database, refused(1, at=an_hour_ago(), exceeded=exceeded))
+    shown = plain((await reader.get("/admin/refusals"))[1])
+    assert "Running requests reserved the budget" in shown
+    assert "The budget is spent" not in shown
 
 
 async def test_the_peak_of_a_long_period_names_its_step(reader: Reader, database: Database):
@@ -156,7 +207,9 @@ async def test_the_json_route_has_the_same_figures(reader: Reader, database: Dat
     found = json.loads(text)
     [cause] = found["causes"]
     assert (found["total"], cause["requests"], cause["limit_name"]) == (5, 5, "tokens_per_minute")
-    assert (cause["evidence"]["value"], cause["evidence"]["needed"]) == (20_000, 4_096)
+    [evidence] = cause["evidence"]
+    assert (evidence["value"], evidence["needed"], evidence["longest_wait"]) == (20_000, 4_096, 12)
+    assert cause["outcome"] == "refused"
     assert sum(found["curves"]["tokens_per_minute"]) == 5
     assert (await reader.get("/admin/api/refusals?status=ok"))[0].status == 400
 
