@@ -143,7 +143,7 @@ class Engine:
     def abort(self, request_id: str, *, is_complete: bool = False) -> None:
         """End a request at once, in any state. Its blocks and its adapter's pin are free on return.
 
-        is_complete: whether its text has ended, at a stop string.
+        is_complete: whether a stop string ended its text.
         """
         self.scheduler.abort(request_id, is_complete=is_complete)
 

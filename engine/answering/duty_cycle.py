@@ -23,7 +23,7 @@ class DutyCycle:
     async def wait(self) -> None:
         """Wait until the pause ends or the engine is idle, because then a job delays no request.
 
-        The end of another job lengthens the pause meanwhile, but to no more than MAX_PAUSE_S from now.
+        Another job that ends during the wait lengthens the pause, to at most MAX_PAUSE_S from now.
         """
         now, waited_until = time.monotonic(), -math.inf
         latest = now + MAX_PAUSE_S

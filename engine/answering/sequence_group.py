@@ -78,7 +78,7 @@ class SequenceGroup:
         self.allowance = max(self.allowance or 0, tokens)
 
     def stop(self, index: int) -> None:
-        """Abort one sequence, whose text is complete; the engine drops it before the next step."""
+        """Abort one sequence whose text is complete. The engine drops it before the next step."""
         request_id = self._ids[index]
         if request_id in self._live:
             del self._live[request_id]

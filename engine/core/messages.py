@@ -82,7 +82,7 @@ class Add(Message):
 class Abort(Message):
     """End a sequence before the next step; `Released` follows. Outputs of the step in flight may come before.
 
-    is_complete: whether its text has ended, at a stop string. Its length then says how long other answers become.
+    is_complete: whether a stop string ended its text. The scheduler then learns from its length.
     """
 
     request_id: str

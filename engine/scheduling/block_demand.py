@@ -91,21 +91,24 @@ class BlockDemand:
 
     def further_blocks(self, requests: Sequence[Request]) -> int:
         """Return the blocks that requests are expected to need beyond those that they hold."""
-        ends = [tokens - left for left, tokens in map(self._size, requests)]
-        return sum([ceil(end / self._block_size) - len(r.blocks) for end, r in zip(ends, requests, strict=True)])
+        further = 0
+        for request in requests:
+            minus_left, tokens = self._size(request)
+            further += ceil((tokens - minus_left) / self._block_size) - len(request.blocks)
+        return further
 
     def begin_step(self) -> None:
-        """Drop the sizes of the running requests, because each step changes them."""
+        """Drop the expectations and the sizes of the running requests, because each step changes them."""
         self._expected.clear()
         self._known.clear()
         self._sizes.clear()
 
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
-        """Return whether the blocks suffice for the expected demand of the running requests and of this one, whose
-        cached blocks are `prefix`, until its own end. With no running request they do. A later demand does not depend
-        on it: streams that fill the cache in the end leave room for short answers until then.
+        """Return whether the blocks suffice for a request and the running ones until the request's expected end. They
+        do if none runs.
 
-        Within a step, the sizes of requests that ran at the last call are not computed again.
+        prefix: its cached blocks. Demand after its end does not count: streams that fill the cache later leave room for
+        short answers before. Within a step, the sizes of requests that ran at the last call are not computed again.
         """
         if not running:
             return True
@@ -120,7 +123,7 @@ class BlockDemand:
         self._sizes.sort()
         self._known += new
         own = self._size(request)
-        # The growth of others counts until its own end, if each step computes a token of its prompt.
+        # Others grow until its end, at the latest: in as many steps as it lacks tokens, if each computes one of them.
         end = own[0] - max(1, own[1] - len(prefix) * self._block_size)
         sizes = [(left if left > end else end, tokens) for left, tokens in self._sizes]
         insort(sizes, own)
@@ -138,7 +141,7 @@ class BlockDemand:
         """Return the expected maximum number of blocks that requests hold together, if they share none.
 
         It includes one more block for each request, because its last block may hold a single token. sizes: see `_size`,
-        by the tokens left.
+        the most tokens left first.
         """
         # Once the request with the n-th most tokens left ends, the n - 1 before it still run and have grown as much.
         held, peak = 0, 0.0

@@ -13,9 +13,9 @@ from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.request import Request
 
-# A tenant takes blocks that others' streams are expected to need if their tenants are ahead by this factor times the
-# tokens to compute again once these streams are preempted. With 4, two tenants of 20 long answers each computed 12 % of
-# their tokens again; with 6, as many (9 %) as if no tenant with a seat could take such blocks.
+# Least lead of other tenants, as a factor of the tokens to compute again once their streams are preempted, for which a
+# tenant takes blocks that these streams are expected to need. With 4, two tenants of 20 long answers each computed 12 %
+# of their tokens again; with 6, 9 %, as if no tenant with a seat could take such blocks.
 OVERCOMMIT = 6
 
 
@@ -88,17 +88,19 @@ def may_overcommit(
 ) -> bool:
     """Return whether a claimant is admitted into free blocks that running requests are expected to need.
 
-    A tenant with nothing running is, if any request may give way. Another one is if it could take all blocks that its
-    requests are expected to need further from tenants that are so far ahead that computing these streams again costs
+    A tenant with nothing running needs only a request that may give way. Another tenant needs streams that hold all the
+    blocks its requests are expected to need further, of tenants so far ahead that computing these streams again costs
     little. Nothing gives way before blocks run out.
     """
     own = [r for r in running if r.tenant_id == claimant.tenant_id]
     if not preemptible or not own:
         return bool(preemptible)
     need = demand.further_blocks([*own, claimant])
-    victims = find_victims(claimant, preemptible, running, cache, (0, need)) or ()
-    least = min([policy.counter(r.tenant_id) for r in victims], default=0.0) - policy.counter(claimant.tenant_id)
-    return least > OVERCOMMIT * sum([r.num_computed / r.weight for r in victims])
+    victims = find_victims(claimant, preemptible, running, cache, (0, need))
+    if not victims:
+        return False
+    lead = min([policy.counter(r.tenant_id) for r in victims]) - policy.counter(claimant.tenant_id)
+    return lead > OVERCOMMIT * sum([r.num_computed / r.weight for r in victims])
 
 
 def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy: Policy) -> list[tuple[Request, str]]:

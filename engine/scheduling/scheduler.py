@@ -291,10 +291,8 @@ class Scheduler:
         to_compute = request.num_tokens - len(prefix) * self.cache.block_size
         if to_compute > room and not self._chunked and not is_first:
             return False
-        lacking = (
-            0 if self._seats.num_free else 1,
-            max(0, self.cache.num_missing_blocks(request, request.num_tokens, prefix)),
-        )
+        missing_blocks = max(0, self.cache.num_missing_blocks(request, request.num_tokens, prefix))
+        lacking = (0 if self._seats.num_free else 1, missing_blocks)
         if (
             lacking != (0, 0) or not self._block_demand.leaves_room(request, prefix, self.running, self.cache)
         ) and not self._reclaim(request, plan, lacking):
@@ -309,17 +307,19 @@ class Scheduler:
         """
         if self._num_reclaimed >= RECLAIMED:
             return False
-        running, keeps_blocks = self.running, lacking[0] > 0 and not lacking[1]
-        preemptible = self.policy.preemptible(request, running, self._clock(), keeps_blocks=keeps_blocks)
-        victims: list[Request] | None = []
-        if lacking != (0, 0):
-            victims = find_victims(request, preemptible, running, self.cache, lacking)
-        elif not may_overcommit(request, preemptible, running, self.cache, self._block_demand, self.policy):
-            victims = None
-        self._num_reclaimed += victims is not None
-        for victim in victims or ():
+        running, cache, (seats, blocks) = self.running, self.cache, lacking
+        preemptible = self.policy.preemptible(request, running, self._clock(), keeps_blocks=seats > 0 and not blocks)
+        victims: list[Request] | None = None
+        if seats or blocks:
+            victims = find_victims(request, preemptible, running, cache, lacking)
+        elif may_overcommit(request, preemptible, running, cache, self._block_demand, self.policy):
+            victims = []
+        if victims is None:
+            return False
+        self._num_reclaimed += 1
+        for victim in victims:
             self._preempt(victim, plan, request.tenant_id)
-        return victims is not None
+        return True
 
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:

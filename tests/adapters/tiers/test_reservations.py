@@ -379,7 +379,7 @@ def test_a_reservation_acts_for_no_tenant_that_has_left():
 
 
 def test_a_reservation_that_is_made_again_in_a_step_acts_for_no_tenant_of_the_last_one():
-    """Such a tenant became its owner without waiting for it, and then a reservation could act for no tenant at all."""
+    """A tenant of the last reservation came to own the new one without waiting for it, and it acted for none."""
     reservations = Reservations(Amount(slots=1))
     reservations.add("shared", "last", 1.0, Amount(slots=1), 0.0)
     [placed] = reservations

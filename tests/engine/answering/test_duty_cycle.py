@@ -85,7 +85,7 @@ async def test_the_end_of_another_job_lengthens_a_pause_that_has_begun(monkeypat
 
     monkeypatch.setattr(duty_cycle_module, "asyncio", SimpleNamespace(timeout=timeout))
     duty_cycle, jobs = DutyCycle(SHARE, asyncio.Event().wait), [ExitStack(), ExitStack()]
-    for job in jobs:  # they have left their turns
+    for job in jobs:
         job.enter_context(duty_cycle.measure())
     with duty_cycle.measure():
         clock[0] += 0.1

@@ -151,7 +151,7 @@ def test_the_average_over_tenants_loses_its_weight_as_a_tenants_own_answers_beco
 
 
 def steps_of_short_answers(**left: bool) -> int:
-    """Return the steps that 400 answers of 20 tokens take, whose limit is 1,000, if they end by an abort."""
+    """Return the number of steps that 400 answers take which may have 1,000 tokens and are aborted after 20."""
     world, running = World(seats=64, blocks=400), list[Request]()
     for number in range(20_000):
         if number < 400:
@@ -166,7 +166,7 @@ def steps_of_short_answers(**left: bool) -> int:
 
 
 def test_complete_answers_are_learnt_and_those_of_clients_that_leave_are_not() -> None:
-    """A stop string ends an answer at the front, which aborts its sequence."""
+    """An answer with a stop string is complete, although the engine sees only an abort."""
     assert steps_of_short_answers(is_complete=True) < 0.5 * steps_of_short_answers()
 
 
@@ -201,7 +201,7 @@ def test_streams_longer_than_expected_do_not_keep_another_tenant_to_one_seat() -
 
 
 def test_the_expectation_of_a_tenant_is_computed_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computed for each of 256 running requests, it took half of 0.45 ms, in each step in which a request waits."""
+    """It took half of the 0.45 ms of a step with a waiting request, when each of 256 running requests computed it."""
     computed, expected = list[float](), block_demand._Answers.expected
 
     def recorded(answers: block_demand._Answers, prior: float) -> float:
