@@ -46,9 +46,10 @@ async def push_in_parts(
 
 
 async def max_rank(client: GatewayClient, route: str, base: str | None) -> int | None:
-    """Return the largest rank that engines serve, those of the base model `base` if it is given. Raises GatewayError.
+    """Return the largest rank that engines serve. Raises GatewayError.
 
-    Returns None for an older gateway, which does not report it, and for a base model that takes no adapters.
+    base: counts only engines of this base model. Returns None for an older gateway, which does not report the rank, and
+    for a base model that takes no adapters.
     """
     try:
         found = await _retry(lambda: client.call("GET", route))

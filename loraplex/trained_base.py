@@ -29,8 +29,8 @@ def base_warning(path: Path, served: str | None) -> str | None:
     return f"its config names the base model '{shown}', and it is served on '{served}'; is that the same model?"
 
 
-def check_config(path: Path) -> int:
-    """Return the least rank of the config's modules. An unreadable config passes with 0: the gateway checks it.
+def checked_rank(path: Path) -> int:
+    """Check the config, and return the least rank of its modules; 0 if it is unreadable: the gateway checks it.
 
     Raises AdapterError for a config that no engine serves.
     """

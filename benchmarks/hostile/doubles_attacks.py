@@ -107,7 +107,7 @@ def bank_opens(attacker: Attacker) -> float:
 
 
 async def use_tokens(attacker: Attacker) -> tuple[int, float]:
-    """Ask for an answer of HELD tokens. Return the tokens that it used and its end; 0 tokens if it is refused."""
+    """Ask for an answer of HELD tokens. Return the used tokens, 0 if it is refused, and the time of its end."""
     answer = await attacker.complete("a", max_tokens=HELD, x_engine={"tokens": HELD})
     used = answer.json["usage"]["total_tokens"] if answer is not None and answer.status == 200 else 0
     return used, time.monotonic()
@@ -121,8 +121,7 @@ async def burst(attacker: Attacker) -> None:
         await attacker.pause(0.05 if used else 0.2)
 
 
-# Any tenant may use its limit at once; the reservations and their refunds are judged. The quiet round uses no more
-# tokens, because the limit is the same.
+# A tenant may use its limit at once, so the quiet round does that too: only reservations and refunds differ.
 @attack(
     "token-bank",
     f"{LIMIT:,} tokens a minute: reservations held without use, then given back and used at once",

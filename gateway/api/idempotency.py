@@ -138,7 +138,7 @@ class Idempotency:
     async def _store(self, name: str, entry: _Entry, tenant_id: str | None) -> None:
         """Store a response. Raises Unavailable."""
         now = time.time()
-        # Stored first: without it, a repeated request would be done again, while an uncounted one takes some memory.
+        # First: without it, a repeated request is done again, while a response that is not counted only takes memory.
         await self._call(self._redis.set(name, msgspec.json.encode(entry), ex=KEEP_SECONDS))
         if tenant_id is not None:
             await self._make_room(name, tenant_id, now)
@@ -146,14 +146,14 @@ class Idempotency:
     async def _make_room(self, name: str, tenant_id: str, now: float) -> None:
         """Add a response's name to those of its tenant, and delete the tenant's oldest responses beyond the limit.
 
-        now: a time before the response was stored, so that its name expires first. Raises Unavailable.
+        now: a time before the response was stored, so that its name expires before it. Raises Unavailable.
         """
         names = idempotency_names_key(tenant_id)
         # An expired response may have been replaced by a request that runs now, which must not be deleted.
         await self._call(self._redis.zremrangebyscore(names, 0, now - KEEP_SECONDS))
         await self._call(self._redis.zadd(names, {name: now}))
         await self._call(self._redis.expire(names, KEEP_SECONDS))
-        # All but the newest ones. They are forgotten last, so that a failure before leaves no answer uncounted.
+        # The names go last, so that a failure leaves no response uncounted.
         if oldest := await self._call(self._redis.zrange(names, 0, -MAX_OF_TENANT - 1)):
             await self._call(self._redis.delete(*oldest))
             await self._call(self._redis.zrem(names, *oldest))
@@ -161,8 +161,7 @@ class Idempotency:
     async def _keep(self, call: Awaitable[Any]) -> None:
         """Await writes to Redis. A failure is only logged, because the request's work is already done.
 
-        If the answer itself could not be stored, a repeated request is refused as InProgress until RUNNING_SECONDS are
-        over.
+        If the response could not be stored, a repeated request is refused as InProgress for RUNNING_SECONDS.
         """
         try:
             await call

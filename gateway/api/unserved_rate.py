@@ -122,7 +122,7 @@ class UnservedRate:
         if caller.key_id is not None or is_known or not owner.startswith(KEY_PREFIX):
             return expected
         if status is not None and status >= 500:
-            # The client did not cause it, for example while the database is away, so the key counts by itself.
+            # The client did not cause the failure, for example of the database, so the key counts by itself.
             return expected
         # A client may leave once for a good reason.
         self._tenants.pop(owner, None)

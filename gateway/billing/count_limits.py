@@ -22,7 +22,7 @@ class CountLimits(NamedTuple):
         return cls(asked.prompt_tokens + TEMPLATE_TOKENS, max_tokens * asked.choices)
 
     def of_answer(self, answer: Fields) -> "CountLimits":
-        """Return the limits of a request that a whole answer without a usable count has ended."""
+        """Return the limits for a whole answer without a usable count."""
         return self._replace(completion=min(self.completion, most_tokens(answer)))
 
     def checked(self, counts: Usage) -> Usage:

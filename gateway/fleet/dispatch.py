@@ -209,7 +209,7 @@ class Dispatcher:
 
         At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
         such tenants once more, it leaves the queue and waits for an engine that is kept for it. Returns None if it is
-        no longer suspected; it has waited in the queue again then. Raises EngineRefused.
+        no longer suspected, after it has waited in the queue again. Raises EngineRefused.
         """
         suspicion = await self._suspicion(call)
         retry.is_apart = suspicion is not None

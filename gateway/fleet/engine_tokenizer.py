@@ -89,15 +89,16 @@ class EngineTokenizer:
         return None
 
     def _engines(self, base: Base) -> list[EngineRecord]:
-        """Return the engines to ask in turn: those of the present weights first, among them ours, then by increasing
-        load. A foreign server may refuse a prompt for a reason of its own.
+        """Return the engines in the order in which they are asked: those of the present weights first.
+
+        Our engines come before foreign servers, which may refuse a prompt for reasons of their own, and then those with
+        less load.
         """
-        found, present = [each for each in self._registry.up if each.base == base.id], Binding.of(base.id, base.digest)
-
-        def place(engine: EngineRecord) -> tuple[bool, bool, int]:
-            return not engine.serves(present), not engine.address.traits.has_usage_log, engine.load
-
-        return sorted(found, key=place)
+        found = [each for each in self._registry.up if each.base == base.id]
+        present = Binding.of(base.id, base.digest)
+        return sorted(
+            found, key=lambda each: (not each.serves(present), not each.address.traits.has_usage_log, each.load)
+        )
 
 
 def _size(body: dict[str, Any]) -> int:

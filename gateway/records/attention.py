@@ -55,7 +55,7 @@ class FailingTarget(NamedTuple):
 
 
 class More(NamedTuple):
-    """Number of records of each kind beyond the listed MAX_EACH. keys, rejected: the number of their owners."""
+    """Number of records of each kind beyond the listed MAX_EACH; for keys and rejected versions, of their owners."""
 
     budgets: int = 0
     keys: int = 0
@@ -89,14 +89,14 @@ class Attention:
             Budget(name, use.spent, use.budget, use.period)
             for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
         ]
-        soon, settled = (self._database, now, now + EXPIRY), now - SETTLED
-        keys = await expiring_keys(*soon, MAX_EACH, made_before=settled, one_each=True)
+        expiry, settled = now + EXPIRY, now - SETTLED
+        keys = await expiring_keys(self._database, now, expiry, MAX_EACH, made_before=settled, one_each=True)
         refused = await self._refusals.by_limit(now - REFUSAL, now)
         rejected, num_rejected = await self._rejected(now)
         targets, num_targets = await self._failing()
         more = More(
             budgets=await _beyond(budgets, self._count_budgets),
-            keys=await _beyond(keys, partial(count_expiring_owners, *soon, made_before=settled)),
+            keys=await _beyond(keys, partial(count_expiring_owners, self._database, now, expiry, made_before=settled)),
             rejected=num_rejected - len(rejected),
             refused=max(0, len(refused) - MAX_EACH),
             targets=num_targets - len(targets),
@@ -146,5 +146,5 @@ class Attention:
 
 
 async def _beyond(found: Sequence[Any], count: Callable[[], Awaitable[int]]) -> int:
-    """Return the number of records beyond the found ones. A list that is not full has all of them."""
+    """Return the number of records beyond the found ones. They are counted only if the list is full."""
     return 0 if len(found) < MAX_EACH else max(0, await count() - len(found))

@@ -1,4 +1,4 @@
-"""Record the wait that a refused request was told, so that the longest one of a limit can be shown."""
+"""Record the wait in the response to a refused request, so that the longest one of a limit can be shown."""
 
 import sqlalchemy as sa
 from alembic import op

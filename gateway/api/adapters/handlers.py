@@ -153,7 +153,7 @@ class AdapterIntake:
                 return await place.finish(finish())
 
     def limits(self, caller: AdapterCaller) -> Sequence[tuple[str, EngineLimits]]:
-        """Return what the engines serve now, by the name of each base model that takes the caller's adapters."""
+        """Return the name and the engines' present limits of each base model that takes the caller's adapters."""
         return [(base.name, self._engine_limits(base.id)) for base in self.candidates(caller, None).bases]
 
     def candidates(self, caller: AdapterCaller, base: str | None) -> Candidates:

@@ -98,8 +98,9 @@ class GoldenChecks:
         return found, check
 
     async def _compare(self, tenant: Tenant, base_id: str, prompt: int, golden: str, text: str) -> Difference:
-        """Return the difference of two texts, in tokens of the base model's tokenizer; without a position if engines
-        count the tokens and none does: a check that failed here would be repeated.
+        """Return the difference of two texts, in tokens of the base model's tokenizer.
+
+        It has no position if the tokens cannot be counted, because a check that failed here would be repeated.
         """
         base = self._bases.of_model(base_id)
         try:

@@ -56,14 +56,14 @@ class ShownUpload(Struct, frozen=True, kw_only=True):
 
 
 class BaseLimits(Struct, frozen=True, kw_only=True):
-    """Limit of a base model's engines at present. max_rank: the largest rank of an adapter."""
+    """Present limit of a base model's engines. max_rank: the largest rank of an adapter."""
 
     base: str
     max_rank: int
 
 
 class UploadLimits(Struct, frozen=True, kw_only=True):
-    """Limits that uploads are checked against. max_bytes: the size of all files, or of the archive."""
+    """Limits of an upload. max_bytes: the size of all files, or of the archive."""
 
     object: Literal["adapter.upload_limits"] = "adapter.upload_limits"
     max_bytes: int

@@ -1,4 +1,4 @@
-"""Bound of a whole answer's tokens by its text, for a server whose count cannot be used."""
+"""Upper bound of a whole answer's tokens by the length of its text, for answers without a usable count."""
 
 from typing import Any
 

@@ -36,6 +36,7 @@ async def read_metrics(response: ClientResponse, names: Sequence[bytes]) -> Metr
         for line in _lines(text, names):
             kept += line
         if size > MAX_METRICS_BYTES or len(kept) > MAX_KEPT_BYTES:
+            # Half a line could have a wrong value.
             return MetricLines(bytes(kept[: kept.rfind(b"\n", 0, MAX_KEPT_BYTES) + 1]), is_whole=False)
         rest = text[text.rfind(b"\n") :] if b"\n" in text else text
         if len(rest) > MAX_LINE_BYTES:

@@ -99,7 +99,7 @@ class Vllm(ForeignKind):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        # By address: servers whose metrics are not read to the end, and the lines of the last page that was.
+        # By address: outages of servers whose pages are too large, and the lines of the last page that was read whole.
         self._cut_off = BoundedDict[str, Outage](MAX_SERVERS)
         self._last_lines = BoundedDict[str, bytes](MAX_SERVERS)
 
@@ -148,8 +148,8 @@ class Vllm(ForeignKind):
         )
 
     async def _read_metrics(self, engine: EngineRecord, url: str | None) -> bytes:
-        """Return the lines of METRICS. Those of a metric that a page that is too large does not show are the last known
-        ones of the running server.
+        """Return the lines of METRICS. If the page is too large to be read whole, metrics beyond the part that is read
+        keep their last lines.
 
         Raises ClientError, OSError, TimeoutError.
         """
@@ -160,7 +160,7 @@ class Vllm(ForeignKind):
             if address not in self._cut_off:
                 self._cut_off.put(address, Outage(log, f"reading all metrics of {engine.url}"))
             self._cut_off[address].failed("its page is too large", "the rest of it is ignored")
-            return with_absent(lines.text, self._last_lines.get(address, b""))
+            return with_unread(lines.text, self._last_lines.get(address, b""))
         if address in self._cut_off:
             self._cut_off.pop(address).over()
         self._last_lines.put(address, lines.text)
@@ -259,10 +259,10 @@ def check_version(answer: bytes) -> str:
     return version
 
 
-def with_absent(text: bytes, before: bytes) -> bytes:
-    """Return lines of metrics, with those that an earlier page had of the METRICS that have none."""
-    absent = tuple(name for name in METRICS if b"\n" + name not in text)
-    return text + b"".join(line for line in before.splitlines(keepends=True) if line.startswith(absent))
+def with_unread(text: bytes, before: bytes) -> bytes:
+    """Return lines of metrics, and the `before` ones of each metric that has none among them."""
+    unread = tuple(name for name in METRICS if b"\n" + name not in text)
+    return text + b"".join(line for line in before.splitlines(keepends=True) if line.startswith(unread))
 
 
 def labels(metric: re.Pattern[bytes], metrics: bytes) -> dict[str, str] | None:

@@ -228,7 +228,7 @@ class RequestQueue:
         self.admit()
 
     async def enter_again(self, place: Place) -> None:
-        """Wait for another admission after `free`, within the block of `enter`. Raises Overloaded."""
+        """Wait for admission once more, after `free` and within the block of `enter`. Raises Overloaded."""
         place.arrived_at = time.monotonic()
         await self._wait(place)
         place.entered = time.monotonic()

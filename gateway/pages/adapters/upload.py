@@ -45,7 +45,7 @@ class AdapterUploads:
         )
 
     def _limits(self, adapter: PageAdapter) -> Sequence[tuple[str, EngineLimits]]:
-        """Return what the engines serve; nothing while no base model takes adapters."""
+        """Return the engines' limits by base model; none while no base model takes adapters."""
         try:
             return self._intake.limits(adapter.caller)
         except BadRequest:

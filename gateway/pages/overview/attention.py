@@ -111,7 +111,7 @@ class Needs:
             text = Markup("Engine {} is {}: {}.").format(engine.url, engine.state, engine.reason.rstrip("."))
             found.append(Entry(engine.level, text, act))
         if others := away[MAX_ENGINES:]:
-            text = f"{_number(len(others), 'more engine')} cannot be used, or not fully."
+            text = f"{counted(len(others), 'more engine')} cannot be used, or not fully."
             found.append(Entry(others[0].level, text, ENGINES))
         if status.waiting and status.longest_wait > LONG_WAIT:
             text = f"{status.waiting:,} requests wait for an engine, the longest for {status.longest_wait:.0f} s."
@@ -171,16 +171,17 @@ class Needs:
         entries = (
             (
                 more.budgets,
-                f"{_number(more.budgets, 'more tenant')} spent at least {100 * BUDGET_PART:.0f} % of a budget.",
+                f"{counted(more.budgets, 'more tenant')} spent at least {100 * BUDGET_PART:.0f} % of a budget.",
                 BUDGETS,
             ),
-            (more.refused, f"{_number(more.refused, 'more limit')} refused requests in the last hour.", REFUSALS),
-            (more.keys, f"Keys of {_number(more.keys, 'more owner')} expire in the next {EXPIRY.days} days.", KEYS),
-            (more.rejected, f"{_number(more.rejected, 'more tenant')} had uploads rejected in the last day.", REJECTED),
-            (more.targets, f"Events do not reach {_number(more.targets, 'more target')}.", TARGETS),
+            (more.refused, f"{counted(more.refused, 'more limit')} refused requests in the last hour.", REFUSALS),
+            (more.keys, f"Keys of {counted(more.keys, 'more owner')} expire in the next {EXPIRY.days} days.", KEYS),
+            (more.rejected, f"{counted(more.rejected, 'more tenant')} had uploads rejected in the last day.", REJECTED),
+            (more.targets, f"Events do not reach {counted(more.targets, 'more target')}.", TARGETS),
         )
         return [Entry("warn", text, act) for number, text, act in entries if number]
 
 
-def _number(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

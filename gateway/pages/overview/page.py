@@ -15,7 +15,7 @@ from gateway.pages.frame.filters import short
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.navigation import VIEWER
 from gateway.pages.frame.strip import Strip
-from gateway.pages.overview.attention import NeedList, Needs
+from gateway.pages.overview.attention import NeedList, Needs, counted
 from gateway.pages.widgets.charts import means
 from gateway.pages.widgets.periods import read_period, segments_of
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
@@ -191,22 +191,22 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
 
 
 def _failures(report: ActivityReport) -> list[dict[str, Any]]:
-    """Return a series for each reason with failed requests, the first MAX_REASONS by name.
+    """Return a series for each of the first MAX_REASONS reasons of failed requests, and one for the others.
 
-    Requests that an engine refused keep its code, and one code can have several statuses.
+    A name has the status only if its code has several: requests that an engine refused keep the engine's code.
     """
     failed = [each for each in report.refusals if each.requests]
-    shared = {code for code, number in Counter((each.code, each.limit) for each in failed).items() if number > 1}
+    statuses = Counter((each.code, each.limit) for each in failed)
 
     def name(each: Refusals) -> str:
-        status = (str(each.status) if each.status else "admitted") if (each.code, each.limit) in shared else ""
-        more = ", ".join(filter(None, (each.limit, status)))
-        return f"{each.code} ({more})" if more else each.code
+        details = [each.limit] if each.limit else []
+        if statuses[each.code, each.limit] > 1:
+            details.append(str(each.status) if each.status else "admitted")
+        return f"{each.code} ({', '.join(details)})" if details else each.code
 
     series: list[dict[str, Any]] = [{"name": name(each), "values": each.curve} for each in failed[:MAX_REASONS]]
     if others := failed[MAX_REASONS:]:
-        title = f"{len(others)} other{'s' if len(others) > 1 else ''}"
-        series.append({"name": title, "values": _summed([each.curve for each in others])})
+        series.append({"name": counted(len(others), "other"), "values": _summed([each.curve for each in others])})
     return series
 
 

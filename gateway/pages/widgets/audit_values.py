@@ -10,7 +10,7 @@ from gateway.pages.widgets.forms import NO_LIMIT, TITLES, term_text, title_of
 from wire.money import format_money
 
 AMOUNTS = ("input", "cached", "output")
-# Fields whose titles are not their names.
+# Titles of fields that differ from their names.
 FIELDS = {
     "allowed_models": "Models",
     "before": "Days before",
@@ -27,9 +27,9 @@ FIELDS = {
     "targets": "Versions",
     "url": "URL",
 }
-# Words for None where it does not mean that there is nothing.
+# Words for None in fields where it does not mean "none".
 UNSET = {"allowed_models": "all", "expires_at": "never", "types": "all"}
-# Field whose earlier value entries of these actions have as `before` among the new values.
+# Entries of these actions have `before` among their new values. It is the earlier value of this field.
 EARLIER = {
     "adapter.alias": "targets",
     "adapter.alias_delete": "targets",
@@ -47,10 +47,8 @@ Change = tuple[str, str | None, str]
 def changes_of(action: str, detail: Mapping[str, Any], before: Mapping[str, Any] | None) -> Sequence[Change]:
     """Return the changed fields of an entry in words."""
     new, old = dict(detail), dict(before or {})
-    if field := EARLIER.get(action):
-        earlier = new.pop("before", None)
-        if earlier is not None:
-            old[field] = earlier
+    if (field := EARLIER.get(action)) and (earlier := new.pop("before", None)) is not None:
+        old[field] = earlier
     return [
         (
             FIELDS.get(name) or title_of(name),
@@ -68,12 +66,12 @@ def sentence(changes: Sequence[Change], arrow: str = "->") -> str:
 
 
 def clipped(text: str) -> str:
-    """Return at most MAX_CHARS of a text. A tenant chooses some texts, and must not fill an operator's page."""
+    """Return at most MAX_CHARS of a text: a tenant chooses some texts, and must not fill an operator's page."""
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS].rstrip()}… ({len(text):,} characters)"
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a value in words: money as money, nothing as `none`, a mapping and a list as their entries."""
+    """Return a value in words: an amount as money, None as `none`, a mapping or list by its entries."""
     if value is None and name in UNSET:
         return UNSET[name]
     if isinstance(value, Mapping):
@@ -93,7 +91,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _joined(values: Any, texts: Sequence[str]) -> str:
-    """Return the texts of values; a semicolon separates those that have commas of their own."""
+    """Join the texts of values with commas, or with semicolons if a value has commas of its own."""
     return ("; " if any(isinstance(each, Mapping | list) for each in values) else ", ").join(texts) or NO_LIMIT
 
 
@@ -108,7 +106,7 @@ def _targets(targets: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _moment(text: str) -> str:
-    """Return a time of ISO 8601 for people, and any other text as it is."""
+    """Return an ISO 8601 time in the form of the pages, and any other text unchanged."""
     if not re.fullmatch(r"\d{4}-\d\d-\d\dT.*", text):
         return text
     try:

@@ -134,7 +134,7 @@ def segments_of(request: web.Request, period: PagePeriod, names: tuple[str, ...]
 
 
 def range_text(since: datetime, until: datetime) -> str:
-    """Return a period in words: whole days by their dates, the last one included, and others with their times."""
+    """Return a period in words: whole days as their first and last date, others with times."""
     since, until = since.astimezone(UTC), until.astimezone(UTC)
     if since.time() == until.time() == time() and since < until:
         last = until - timedelta(days=1)

@@ -49,7 +49,7 @@ MAX_NAMES, MAX_TENANTS = 500, 2000
 COLUMNS: dict[str, str] = {"size": "num_bytes", "created": "created_at"}
 OF_ROW = (
     *("tenant_id", "tenant", "name", "version", "state", "digest", "rank", "num_bytes", "created_at"),
-    *("newest", "newest_state", "base", "base_id", "made_at"),
+    *("newest", "newest_state", "base", "base_id", "name_created_at"),
 )
 
 
@@ -82,8 +82,8 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     version, state, digest, rank, num_bytes, created_at, pinned: values of the version of `latest`, or of the newest
     version if `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of
     versions on record. base: digest of the weights that the version is bound to. base_id: its base model; None for the
-    first. made_at: when the adapter's name was created. requests: within RECENT. last_used: start of the hour or day of
-    the last request within KNOWN.
+    first. name_created_at: creation of the adapter's name. requests: within RECENT. last_used: start of the hour or day
+    of the last request within KNOWN.
     """
 
     tenant_id: str
@@ -100,14 +100,14 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     newest_state: State
     versions: int
     base: str | None
-    made_at: datetime
+    name_created_at: datetime
     base_id: str | None = None
     requests: int = 0
     last_used: datetime | None = None
 
     def is_never_used(self, now: datetime) -> bool:
-        """Return whether no request has used the adapter since it was made. Older uses than KNOWN are unknown."""
-        return self.last_used is None and now - self.made_at <= KNOWN
+        """Return whether no request has used the adapter since its name exists. Uses older than KNOWN are unknown."""
+        return self.last_used is None and now - self.name_created_at <= KNOWN
 
 
 class TenantModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,7 +259,7 @@ def _listed(now: datetime, ids: Sequence[str] | Select[str] | None = None) -> Su
         .add_columns(
             *(present(name).label(name) for name in ("digest", "rank", "num_bytes", "created_at", "pinned", "base_id"))
         )
-        .add_columns(newest.c.version.label("newest"), adapters.c.created_at.label("made_at"))
+        .add_columns(newest.c.version.label("newest"), adapters.c.created_at.label("name_created_at"))
         .add_columns(_state(newest.c.state, newest.c.expires_at, now).label("newest_state"))
         .add_columns(probe.c.base_digest.label("base"))
         .select_from(adapters)

@@ -32,11 +32,11 @@ async def expiring_keys(
     made_before: datetime | None = None,
     one_each: bool = False,
 ) -> list[ExpiringKey]:
-    """Return valid keys that expire before `until`, `limit` at most: the soonest of each tenant and the admins' keys
-    first, then the tenants' second ones, and so on, so that one tenant cannot fill the list. Raises Unavailable.
+    """Return valid keys that expire before `until`, `limit` at most. Raises Unavailable.
 
-    made_before: leave out newer keys. one_each: leave out the tenants' further keys. A key that a rotation has replaced
-    is left out: it is meant to expire.
+    Admins' keys and the soonest key of each tenant come first, then the tenants' second keys, and so on, so that one
+    tenant cannot fill the list. made_before: leave out newer keys. one_each: leave out all but a tenant's soonest key.
+    A key that a rotation has replaced is left out, because it is meant to expire.
     """
     found = _found(now, until, made_before)
     query = (
@@ -52,7 +52,7 @@ async def expiring_keys(
 async def count_expiring_owners(
     database: Database, now: datetime, until: datetime, *, made_before: datetime | None = None
 ) -> int:
-    """Return the number of keys that `expiring_keys` has with `one_each` and no limit. Raises Unavailable."""
+    """Return the number of keys that `expiring_keys` would return with `one_each` and no limit. Raises Unavailable."""
     found = _found(now, until, made_before)
     query = select(func.count()).select_from(found).where(found.c.number == 1)
     async with database.read() as connection:
@@ -60,7 +60,7 @@ async def count_expiring_owners(
 
 
 def _found(now: datetime, until: datetime, made_before: datetime | None) -> Subquery:
-    """Select the keys, each with its place among those of its owner."""
+    """Select the keys, each with its number in the order of its owner's keys."""
     other, keys = api_keys.alias("other"), api_keys.c
     family = func.coalesce(keys.family_id, keys.id)
     successor = select(other.c.id).where(
@@ -70,7 +70,7 @@ def _found(now: datetime, until: datetime, made_before: datetime | None) -> Subq
         other.c.revoked_at.is_(None),
         other.c.expires_at.is_(None) | (other.c.expires_at > keys.expires_at),
     )
-    # Each admin's key has a place of its own.
+    # Admins' keys have no owner, so each counts as its own.
     owner = func.coalesce(keys.tenant_id, keys.id)
     number = func.row_number().over(partition_by=owner, order_by=(keys.expires_at, keys.id))
     more = func.count().over(partition_by=owner) - 1

@@ -69,16 +69,16 @@ async def _push(
     from loraplex.client import upload_files
     from loraplex.client_paths import uploads_path
     from loraplex.resumable_push import MIN_BYTES, max_rank, push_in_parts
-    from loraplex.trained_base import check_config
+    from loraplex.trained_base import checked_rank
 
     if sum(file.stat().st_size for file in upload_files(path).values()) < MIN_BYTES:
         return await client.push_adapter(tenant, name, path, **base)
     # The gateway would refuse the same, but only after all of the upload.
     with one_line(AdapterError):
-        rank = check_config(path)
-        most = await max_rank(client, uploads_path(tenant), base.get("base"))
-        if most is not None and rank > most:
-            raise AdapterError("r", f"its rank is {rank}; the engines here serve ranks up to {most}")
+        rank = checked_rank(path)
+        highest = await max_rank(client, uploads_path(tenant), base.get("base"))
+        if highest is not None and rank > highest:
+            raise AdapterError("r", f"its rank is {rank}; the engines here serve ranks up to {highest}")
     return await push_in_parts(client, uploads_path(tenant), name, path, _progress(), **base)
 
 

@@ -118,7 +118,7 @@ async def test_a_tenant_has_a_bounded_number_of_kept_answers(gateway: Gateway, m
 
 
 async def test_an_answer_is_kept_even_if_it_cannot_be_counted(gateway: Gateway, once: dict[str, str], redis_url: str):
-    """A failure of Redis between the two left the request in progress, and after that it was done again."""
+    """If Redis failed between counting and keeping, the request stayed in progress and was then done again."""
     acme = await gateway.tenant("acme")
     [tenant] = (await gateway.admin.get("/admin/api/tenants")).json["data"]
     redis = connect(redis_url, 30.0)

@@ -91,7 +91,7 @@ async def test_a_failure_of_the_gateway_lets_no_key_count_by_address(
 async def test_a_key_has_a_rate_while_the_gateway_fails_to_verify_it(
     keys: tuple[Gateway, list[Client]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Its address was charged, behind which a key does not wait."""
+    """Its requests counted for its address, which does not delay requests with a key."""
     gateway, (client, other, *_) = keys
     with monkeypatch.context() as outage:
         outage.setattr(Authenticator, "_find", fail)

@@ -167,7 +167,7 @@ async def test_only_our_engines_report_their_progress(
 async def test_only_our_engines_send_receipts(
     receipt: str, tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A foreign server could prove any adapter to a tenant, or make answers free and itself unused with another's."""
+    """A foreign server could claim any adapter, or make its answers free and itself unused with that of another one."""
     answer = VllmDouble._answer
 
     async def with_receipt(self: VllmDouble, *given: Any) -> web.StreamResponse:

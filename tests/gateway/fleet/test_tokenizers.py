@@ -178,7 +178,7 @@ async def test_our_engine_counts_before_foreign_servers_that_refuse_the_prompt(r
 
     urls = ("vllm+http://a", "vllm+http://b", "http://ours")
     engines = [EngineRecord(parse_address(url), base=base.id) for url in urls]
-    # Ours has most requests.
+    # Our engine has the highest load.
     engines[-1].requests.sequences = 7
     registry = SimpleNamespace(up=engines)
     kinds = dict.fromkeys(("vllm", "loraplex"), SimpleNamespace(tokenize=tokenize))

@@ -60,7 +60,7 @@ async def test_expiring_keys_are_one_entry_for_each_tenant(database: Database, a
         ("admin-1", None, 0),
         ("admin-2", None, 0),
     ]
-    # The events of the other keys do not wait for those of the tenant's.
+    # Events of other keys come before those of the tenant's second key.
     now = datetime.now(UTC)
     of_events = await expiring_keys(database, now, now + timedelta(days=7), 5)
     assert [key.id for key in of_events] == ["many-0", "globex", "admin-1", "admin-2", "many-1"]

@@ -18,7 +18,7 @@ from tests.gateway.fleet.failures.test_suspected_requests import POISON, mortal_
 
 __all__ = ["quick", "short_pauses"]
 
-# Beyond the places of a tenant's different requests.
+# More than a tenant's different requests that may wait.
 MANY = isolation.MAX_WAITING + 9
 SEATS = 2
 
@@ -67,7 +67,7 @@ async def test_identical_requests_take_one_place_of_their_tenants(any_redis: Any
     with pytest.raises(NotAlone):
         await turns.begin("a", already_over(), mark="three")
     fleet[0].other_processes_load = 0
-    # Another tenant's request of the same mark is not identical.
+    # A request of another tenant is never identical.
     assert await turns.begin("b", already_over(), mark="one") is fleet[0]
     assert await asyncio.gather(*waiting) == [fleet[0]] * 5, "each ran alone, because none was cleared"
 
@@ -135,8 +135,8 @@ async def test_an_identical_request_waits_no_longer_than_another(any_redis: Any,
 async def test_a_tenant_that_repeats_one_request_beside_a_killer_is_served(
     tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its request is on each engine that dies, so it is suspected, and all of its requests wait at the same time. Then
-    they wait for places on the engines like any others.
+    """The repeated request is on each engine that dies, so it is suspected, and all repetitions wait at the same time.
+    Once one of them is cleared, they wait for places on the engines like other requests.
     """
     cleared, note_survived = list[str](), Quarantine.note_survived
 

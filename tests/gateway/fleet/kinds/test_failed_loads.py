@@ -78,7 +78,7 @@ async def test_a_load_is_tried_again_after_some_time_and_a_restart_ends_the_limi
 async def test_another_failure_of_a_load_is_not_repeated_either(
     reason: str, both: tuple[Gateway, VllmDouble], caplog: pytest.LogCaptureFixture
 ):
-    """A number of more digits than Python reads was an internal error."""
+    """A rank with more digits than Python parses was an internal error."""
     gateway, vllm = both
     acme = await gateway.tenant("acme")
     [name] = await adapters(acme, 1)

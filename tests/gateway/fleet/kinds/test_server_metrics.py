@@ -80,7 +80,7 @@ async def test_a_page_without_an_end_takes_no_server_out_and_is_reported_once(
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_what_a_page_that_is_too_large_does_not_show_is_as_before(monkeypatch: pytest.MonkeyPatch):
-    """Its plugin counted as removed, so the gateway loaded adapters that the server finds by itself."""
+    """The gateway took the server's plugin for removed, and loaded adapters that the server finds by itself."""
     monkeypatch.setattr(server_metrics, "MAX_METRICS_BYTES", 2**20)
     plugin = b'loraplex_resolver_info{base_digest="b",version="0.1.0",device="cuda"} 1.0\n'
     waiting = b'vllm:num_requests_waiting{engine="0"} 5.0\n'

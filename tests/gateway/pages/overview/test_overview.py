@@ -80,7 +80,7 @@ async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gat
     world.queues.waiting, world.queues.longest_wait = 9, 60.0
     needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
     entries = await needs.entries(world.strip.read())
-    # Parts, engines and the others, queue, two of the ledger, budget, limit, two keys, version, target, five of more.
+    # Parts; engines and their others; queue, two of the ledger, budget, limit, two keys, version, target; five others.
     assert len(entries) == len(TITLES) + 1 + attention.MAX_ENGINES + 1 + 9 + 5
     assert [entry.text for entry in entries if "more " in entry.text and "this tenant" not in entry.text] == [
         "2 more engines cannot be used, or not fully.",
@@ -156,7 +156,7 @@ async def test_a_target_that_fails_needs_attention(gateway: Gateway, tmp_path: P
 
 
 async def test_the_page_says_how_many_it_does_not_list(gateway: Gateway, tmp_path: Path):
-    """The list stopped at six of a kind, and named the others neither by number nor by page."""
+    """The list stopped at six of a kind, with neither a number of the others nor a link to them."""
     for number in range(9):
         body = {"url": "https://pager.example/in"}
         assert (await gateway.admin.call("PUT", f"/admin/api/webhooks/pager-{number}", json=body)).status == 201

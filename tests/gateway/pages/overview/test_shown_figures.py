@@ -118,7 +118,7 @@ async def test_charts_have_a_series_for_each_group(reader: Reader, database: Dat
 
 
 async def test_reasons_of_failures_have_names_of_their_own(reader: Reader, database: Database):
-    """A code with two statuses had two series of one name, and reasons beyond the eighth had none."""
+    """A code with two statuses had two series of the same name, and reasons after the eighth had no series."""
     code, at = "invalid_request_error", {"at": NOON, "exceeded": None, "code": "invalid_request_error"}
     others = [refused(i, at=NOON, exceeded=None, code=f"other_{i}") for i in range(10, 20)]
     await fill(
