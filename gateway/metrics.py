@@ -281,7 +281,7 @@ class Metrics:
             counter.labels(self._labels.tenant(tenant_name)).inc()
 
     def refused(self, tenant_name: str, limit: str) -> None:
-        """Count a refusal. limit: the class of the limit."""
+        """Count a refusal. limit: the class of the limit (`quota/refusals.py`, `counted_as`)."""
         if limit == "budget":
             self._over_budget.add(tenant_name)
         self._refusals.labels(self._labels.tenant(tenant_name), limit).inc()

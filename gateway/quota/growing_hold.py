@@ -201,8 +201,9 @@ class Hold:
                 grown = await self._grow(delivered, wanted)
                 self.charged = max(self.charged, delivered)
             except Unavailable:
-                # While Redis is away, running requests continue. Their use is charged later.
-                grown = Grown(min(self.pace.most, delivered + wanted), 0, "")
+                # While Redis is away, running requests continue. Their use is charged later; the wait is the last one.
+                wait = 0 if self._denied is None else self._denied.wait
+                grown = Grown(min(self.pace.most, delivered + wanted), wait, "")
             self.pace.grown(grown, time.monotonic())
             if grown.field:
                 self._denied = grown

@@ -91,6 +91,14 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
     )
 
 
+def counted_as(refusal: RateLimited) -> str:
+    """Return the limit's class in metrics. A budget that running requests only reserve has its own, because it is not
+    used up: its refusals end with these requests.
+    """
+    is_reserved = refusal.kind == "budget" and refusal.code == RateLimited.code
+    return "reserved_budget" if is_reserved else refusal.kind
+
+
 def cut_off(limit: Limit, wait: int) -> RateLimited:
     """Build the error that ends an answer or an upload when a limit has no more room.
 

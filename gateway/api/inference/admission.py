@@ -24,6 +24,7 @@ from gateway.fleet.dispatch import Dispatcher
 from gateway.metrics import Metrics
 from gateway.quota.demand import RequestSize
 from gateway.quota.quota import Quota
+from gateway.quota.refusals import counted_as
 from gateway.records.adapters.catalog import Catalog, Model
 from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.money.prices import PriceList
@@ -166,7 +167,7 @@ class Admission:
             yield
         except (RateLimited, Unavailable) as refusal:
             if isinstance(refusal, RateLimited):
-                self._metrics.refused(tenant.name, refusal.kind)
+                self._metrics.refused(tenant.name, counted_as(refusal))
             if target_of(asked, tenant) is not None:
                 self._metrics.target_ended(tenant.name, is_met=False)
             raise

@@ -236,13 +236,15 @@ class Completions:
         for other tenants.
         """
         assert account.hold is not None
+        is_shortened = account.principal.tenant.on_token_limit == "shorten"
         try:
             if account.rate_end.by_engine:
-                raise await account.hold.refused_at_end()
+                # A shortened answer does not show the wait, so its end does not wait for Redis.
+                raise account.hold.refused() if is_shortened else await account.hold.refused_at_end()
             await account.hold.cover()
         except RateLimited as refusal:
             self._limited(account, refusal)
-            if account.principal.tenant.on_token_limit != "shorten":
+            if not is_shortened:
                 raise
             if account.rate_end.by_engine:
                 # The engine has ended the answer itself, as if it had reached its maximum length.

@@ -1,7 +1,10 @@
 """Wait that a stream states when it is cut for lack of room: the same request is admitted after it."""
 
+import asyncio
 import math
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +15,7 @@ import redis
 from gateway.quota import growing_hold
 from gateway.quota.limits import Limit
 from gateway.records.money.prices import FREE
-from testing.gateway.running import HI_TOKENS
+from testing.gateway.running import HI_TOKENS, until
 from testing.gateway.upstream import Upstream
 from testing.gateway.upstream_bodies import PROMPT_TOKENS
 from tests.gateway.quota.honest import LIMIT
@@ -75,3 +78,25 @@ async def test_a_cut_stream_says_when_the_same_request_is_admitted(
         [*_, made] = upstream.finished.values()
         unknown = made["completion_tokens"] - len(text_of(answer)) + PROMPT_TOKENS - HI_TOKENS
         assert wait - math.ceil(unknown / 5) <= int(said[1]) <= wait + math.ceil(since) + 1
+
+
+async def test_a_shortened_stream_does_not_wait_for_redis_at_its_end(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch, client: redis.Redis
+):
+    upstream.keeps_allowances = upstream.paused = True
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
+    async with serve(redis_timeout=30.0) as gateway:
+        tenant = await gateway.tenant("acme", tokens_per_minute=300, on_token_limit="shorten")
+        asked = {"stream": True, "max_tokens": 200, "x_engine": {"tokens": 200, "pause": True, "delay": 0.002}}
+        answer = asyncio.create_task(tenant.chat(**asked))
+        await until(lambda: asyncio.sleep(0, any(each["completion_tokens"] for each in upstream.finished.values())))
+        pid: Any = client.info("server")
+        os.kill(pid["process_id"], signal.SIGSTOP)
+        try:
+            upstream.paused = False
+            async with asyncio.timeout(15):
+                *events, done = (await answer).events
+        finally:
+            os.kill(pid["process_id"], signal.SIGCONT)
+        assert done == "[DONE]"
+        assert len(text_of(events)) < 200

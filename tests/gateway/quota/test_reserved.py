@@ -1,6 +1,7 @@
 """Refusals that are only due to the reservations of running requests, which return their unused part at their end."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,13 @@ async def refused(quota: Quota, who: Any, tokens: int) -> RateLimited:
     with pytest.raises(RateLimited) as found:
         await take(quota, who, tokens, price=PRICE)
     return found.value
+
+
+async def refusals(gateway: Gateway) -> dict[str, float]:
+    """Return the numbers of refused requests by the metric's limit."""
+    text = (await gateway.admin.get("/metrics")).body.decode()
+    found = re.findall(r'loraplex_gateway_quota_refusals_total\{limit="(\w+)",tenant="acme"\} (\S+)', text)
+    return {limit: float(number) for limit, number in found}
 
 
 @pytest.mark.parametrize("budget", ["budget_per_day", "budget_per_week", "budget_per_month", "budget_per_30_days"])
@@ -165,9 +173,12 @@ async def test_a_client_gets_a_429_that_it_may_repeat_while_a_stream_reserves_th
     assert (got.status, got.error["code"], got.error["type"]) == (429, "rate_limit_exceeded", "budget")
     assert (got.headers["Retry-After"], got.headers["retry-after-ms"]) == ("1", "1000")
     assert "0.0002 USD is reserved by running requests of all keys of this tenant" in got.error["message"]
+    assert await refusals(gateway) == {"reserved_budget": 1.0}
     upstream.paused = False
     assert (await stream).status == 200
     assert (await acme.chat(max_tokens=100, x_engine={"tokens": 100})).status == 200
     got = await acme.chat(max_tokens=200)
     assert (got.status, got.error["code"]) == (429, "insufficient_quota")
     assert "Try again on" in got.error["message"]
+    # The alert BudgetExhausted and the event `budget.exhausted` are about these only.
+    assert await refusals(gateway) == {"reserved_budget": 1.0, "budget": 1.0}
