@@ -196,7 +196,7 @@ class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
     """Limit that refused a request.
 
     name: such as "tokens_per_minute". owner: "tenant", "key" or "model". value: the limit itself. needed, remaining:
-    the amounts that the request needed and that were left; money is in micro-units. retry_after: the wait in seconds.
+    the amounts that the request needed and that were left; money in micro-units. retry_after: the wait in seconds.
     """
 
     name: str

@@ -48,7 +48,7 @@ class Expectations:
         return round(self._estimates.get(tenant_id, model) or FIRST) + MARGIN
 
     def expect_after(self, tenant_id: str, model: str, completion: float, seconds: float) -> int:
-        """Return the tokens that one choice will hold at first if one of these tokens and this duration ends now."""
+        """Return the tokens that one choice would hold at first after `learn` with the same arguments."""
         return round(self._learnt(tenant_id, model, completion, seconds)) + MARGIN
 
     def learn(self, tenant_id: str, model: str, completion: float, seconds: float) -> None:

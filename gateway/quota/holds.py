@@ -46,7 +46,7 @@ class Holds:
         tenant_id, request_id = demand.tenant_id, demand.request_id
 
         def expected_next(used: int) -> int:
-            """Return the completion tokens that the same request would hold at first if this one ended now."""
+            """Return the completion tokens that the same request would hold at first after an end of this one now."""
             if not model:
                 return demand.first_completion
             completion, seconds = (used - demand.prompt_tokens) / demand.choices, time.monotonic() - hold.started

@@ -1,6 +1,7 @@
 """Limits that apply to a request (the tenant's, its key's, its model's), and the amount that it takes of each."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,6 +66,19 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
             part = UsagePart(besides=tuple(tenant.model_limits))
             found += _set(tenant.model_limits[ANY_ADAPTER], "model", f"model:{ANY_ADAPTER}", part)
     return tuple(found)
+
+
+class LimitState(NamedTuple):
+    """State of a limit after a request was admitted or refused, in requests, tokens or money.
+
+    wait: ms until it has room for the request. reset: ms until all of it is available. reserved: the amount that would
+    remain in addition if running requests used nothing more.
+    """
+
+    remaining: int
+    wait: int
+    reset: int
+    reserved: int
 
 
 def upload_limits(limits: AdapterLimits, *, is_change: bool = True, is_upload: bool = True) -> tuple[Limit, ...]:

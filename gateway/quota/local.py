@@ -14,7 +14,7 @@ import msgspec
 from gateway.limits.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
 from gateway.limits.periods import period_end, period_start
 from gateway.quota.demand import HEADROOM, Demand
-from gateway.quota.limits import Limit
+from gateway.quota.limits import Limit, LimitState
 from gateway.quota.rate_debt import GAUGE_WAIT_MS, State, basis_of, debt_of, decays_from, rate_wait
 from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
 
@@ -24,13 +24,11 @@ MAX_STATES, LOOKED_AT = 100_000, 64
 
 
 class Acquired(msgspec.Struct, frozen=True, gc=False):
-    """Answer to `acquire`. states: remaining, wait (ms), reset (ms) and the room that running requests reserve, of each
-    limit, in the order of the limits.
-    """
+    """Answer to `acquire`. states: in the order of the limits."""
 
     allowed: bool
     granted: int
-    states: list[tuple[int, int, int, int]]
+    states: list[LimitState]
 
 
 class Grown(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +110,10 @@ class LocalLimits:
             self._leases[demand.tenant_id + demand.request_id] = lease
             if len(self._states) + len(self._days) > MAX_STATES:
                 self._forget(now)
-        states = [(room.left, wait, _reset(room, now), room.reserved) for room, wait in zip(rooms, waits, strict=True)]
+        states = [
+            LimitState(room.left, wait, _reset(room, now), room.reserved)
+            for room, wait in zip(rooms, waits, strict=True)
+        ]
         return Acquired(allowed, granted, states)
 
     def peek(self, scope: str, limits: Sequence[Limit], now: int | None = None) -> list[tuple[int, int]]:
@@ -204,7 +205,7 @@ class LocalLimits:
         return Grown(lease.charged + granted, wait, blocking)
 
     def _wait_again(self, scope: str, lease: _Lease, limit: Limit, at_first: int, now: int) -> int:
-        """Mirror the script's `wait_again`."""
+        """Return the ms until a limit admits the request again if it ends now, as the script's `wait_again` does."""
         field, letter = scope + limit.field, limit.letter
         state = self._states.get(field)
         basis = basis_of(state, limit)

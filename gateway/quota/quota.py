@@ -23,7 +23,7 @@ from gateway.quota.holds import Holds
 from gateway.quota.late_settlements import LateSettlements
 from gateway.quota.lease_notes import read_notes
 from gateway.quota.leases import Leases
-from gateway.quota.limits import Limit, limits_of
+from gateway.quota.limits import Limit, LimitState, limits_of
 from gateway.quota.live_gateways import Presence
 from gateway.quota.redis_settings import SettingsCheck
 from gateway.quota.refusals import check_possible, rate_headers, refusal
@@ -207,7 +207,7 @@ class Quota:
             raise
         allowed, granted, now, *flat = reply
         end = 4 * len(limits)
-        states = [(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, end, 4)]
+        states = [LimitState(*flat[i : i + 4]) for i in range(0, end, 4)]
         for i in range(end, len(flat), 2):
             self._backfill.reload(tenant_id, limits[flat[i]], flat[i + 1])
         self._without_redis.remember_budgets(tenant_id, limits, states)

@@ -8,12 +8,9 @@ from gateway.errors import BadRequest, Exceeded, RateLimited
 from gateway.limits.kinds import REQUEST_KINDS
 from gateway.limits.periods import period_words
 from gateway.quota.demand import Demand
-from gateway.quota.limits import Limit
+from gateway.quota.limits import Limit, LimitState
 from wire.headers import BUDGET_HEADER
 from wire.money import exact_money, format_money
-
-# Remaining, wait (ms), reset (ms) and the room that running requests reserve, of each limit.
-States = Sequence[tuple[int, int, int, int]]
 
 _RATES = [kind for kind in REQUEST_KINDS if kind.window is not None]
 # Suffix of the headers -> the names of the limits that they report.
@@ -56,36 +53,26 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
         )
 
 
-def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: dict[str, str]) -> RateLimited:
+def refusal(
+    limits: Sequence[Limit], states: Sequence[LimitState], demand: Demand, headers: dict[str, str]
+) -> RateLimited:
     """Build the 429 for the exceeded limit with the longest wait."""
-    index = max(range(len(limits)), key=lambda i: states[i][1])
-    limit, (remaining, wait, _, reserved) = limits[index], states[index]
-    seconds = math.ceil(wait / 1000)
-    needed = demand.needed(limit, demand.least)
+    limit, state = max(zip(limits, states, strict=True), key=lambda each: each[1].wait)
+    needed, seconds = demand.needed(limit, demand.least), math.ceil(state.wait / 1000)
     # Only running requests are in the way if there is room without their reservations.
-    is_reserved = 0 < needed - remaining <= reserved
-    if limit.kind.is_budget:
-        amounts = [needed, remaining, reserved if is_reserved else 0]
-        message = _budget_message(limit, amounts, demand.currency, seconds)
-    else:
-        parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
-        message = (
-            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}"
-            f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {remaining}"
-            f"{f', and {reserved} are {_reserved_by(limit)}' if is_reserved else ''}. "
-            f"Try again in {describe_wait(seconds)}."
-        )
+    is_reserved = 0 < needed - state.remaining <= state.reserved
+    message = _budget_message if limit.kind.is_budget else _rate_message
     return RateLimited(
-        message,
+        message(limit, state, demand, is_reserved=is_reserved),
         limit_class=limit.kind.limit_class,
         code="insufficient_quota" if limit.kind.is_budget and not is_reserved else None,
-        headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
+        headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(state.wait)},
         exceeded=Exceeded(
             name=limit.name,
             owner=limit.owner,
             value=limit.value,
             needed=needed,
-            remaining=max(0, remaining),
+            remaining=max(0, state.remaining),
             retry_after=seconds,
         ),
     )
@@ -115,24 +102,21 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
     )
 
 
-def rate_headers(limits: Sequence[Limit], states: States, currency: str = "") -> dict[str, str]:
+def rate_headers(limits: Sequence[Limit], states: Sequence[LimitState], currency: str = "") -> dict[str, str]:
     """Return the `x-ratelimit-*` headers of requests and tokens, each for the limit with the least remaining, and the
     remaining amount of the tightest budget, such as `37.60 EUR`.
     """
     headers = {}
-    budgets = [state[0] for limit, state in zip(limits, states, strict=True) if limit.kind.is_budget]
+    budgets = [state.remaining for limit, state in zip(limits, states, strict=True) if limit.kind.is_budget]
     if budgets:
         headers[BUDGET_HEADER] = f"{exact_money(min(budgets))} {currency}".rstrip()
     for name, reported in HEADERS.items():
-        tightest = None
-        for limit, state in zip(limits, states, strict=True):
-            if limit.name in reported and (tightest is None or state[0] < tightest[1][0]):
-                tightest = limit, state
-        if tightest is not None:
-            limit, (remaining, _, reset, _) = tightest
+        found = [each for each in zip(limits, states, strict=True) if each[0].name in reported]
+        if found:
+            limit, state = min(found, key=lambda each: each[1].remaining)
             headers[f"x-ratelimit-limit-{name}"] = str(limit.value)
-            headers[f"x-ratelimit-remaining-{name}"] = str(remaining)
-            headers[f"x-ratelimit-reset-{name}"] = format_duration(reset)
+            headers[f"x-ratelimit-remaining-{name}"] = str(state.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = format_duration(state.reset)
     return headers
 
 
@@ -173,19 +157,30 @@ def _value(limit: Limit, currency: str = "") -> str:
     return f"{value} {limit.kind.unit.format(s='' if limit.value == 1 else 's')}"
 
 
-def _budget_message(limit: Limit, amounts: Sequence[int], currency: str, seconds: int) -> str:
-    """Return the message of a refusal by a budget. amounts: the money that is needed, left, and reserved by running
-    requests if only these are in the way.
-    """
-    whole, cost, left, reserved = (format_money(max(0, each), currency) for each in (limit.value, *amounts))
+def _rate_message(limit: Limit, state: LimitState, demand: Demand, *, is_reserved: bool) -> str:
+    """Return the message of a refusal by a rate or a number of requests. is_reserved: see `_budget_message`."""
+    parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
+    return (
+        f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {demand.needed(limit, demand.least)}"
+        f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {state.remaining}"
+        f"{f', and {state.reserved} are {_reserved_by(limit)}' if is_reserved else ''}. "
+        f"Try again in {describe_wait(math.ceil(state.wait / 1000))}."
+    )
+
+
+def _budget_message(limit: Limit, state: LimitState, demand: Demand, *, is_reserved: bool) -> str:
+    """Return the message of a refusal by a budget. is_reserved: whether only running requests are in the way."""
+    amounts = (limit.value, demand.needed(limit, demand.least), state.remaining, state.reserved)
+    whole, cost, left, reserved = (format_money(max(0, each), demand.currency) for each in amounts)
     budget = f"{period_words(limit.letter)} budget of this {limit.owner}, {whole},"
-    if amounts[2] > 0:
+    seconds = math.ceil(state.wait / 1000)
+    if is_reserved:
         return (
             f"{budget} has no room while other requests run: the request may cost {cost}, {left} is left, and "
             f"{reserved} is {_reserved_by(limit)}. Try again in {describe_wait(seconds)}."
         )
-    state = "is used up" if amounts[1] <= 0 else "is nearly used up"
-    return f"{budget} {state}: the request may cost {cost}, {left} is left. Try again on {_midnight(seconds)}."
+    words = "is used up" if state.remaining <= 0 else "is nearly used up"
+    return f"{budget} {words}: the request may cost {cost}, {left} is left. Try again on {_midnight(seconds)}."
 
 
 def _reserved_by(limit: Limit) -> str:

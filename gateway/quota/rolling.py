@@ -38,8 +38,9 @@ class DailySpend(msgspec.Struct, frozen=True, gc=False):
         return DailySpend(self.day, (*self.amounts[:place], new, *self.amounts[place + 1 :]))
 
     def wait(self, limit: int, amount: int, held: int, now: int) -> int:
-        """Return the ms until enough days have left the period that `amount` fits. held: spending that running requests
-        only reserve.
+        """Return the ms until enough days have left the period that `amount` fits.
+
+        held: the part of the spending that running requests only reserve.
         """
         left = self.total - held
         for place, spent in enumerate(self.amounts, 1):

@@ -5,9 +5,9 @@ from datetime import UTC, datetime
 
 from gateway.quota.demand import Demand
 from gateway.quota.fallback import Mode
-from gateway.quota.limits import Limit
+from gateway.quota.limits import Limit, LimitState
 from gateway.quota.local import Grown, LocalLimits
-from gateway.quota.refusals import States, rate_headers, refusal
+from gateway.quota.refusals import rate_headers, refusal
 from gateway.quota.reservation import Reservation
 from gateway.records.caches.tenant_cache import TenantCache
 from wire.headers import MAX_TOKENS_HEADER
@@ -59,11 +59,11 @@ class WithoutRedis:
         """Settle the request if it was admitted without Redis; otherwise do nothing."""
         self._local.settle(tenant_id, request_id, tokens, cost, counts=counts)
 
-    def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
+    def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: Sequence[LimitState]) -> None:
         """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
             if limit.kind.is_budget:
-                self._budgets.put(tenant_id, limit.field, state[0])
+                self._budgets.put(tenant_id, limit.field, state.remaining)
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
         whole = self._budgets.get(tenant_id, limit.field) if limit.kind.is_budget else limit.value

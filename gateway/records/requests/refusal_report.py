@@ -44,10 +44,10 @@ class RefusalFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of the recorded rows of a cause, by one limit if limits are the cause.
+    """Figures of a cause's recorded rows; if a limit is the cause, of those by one owner's limit with one value.
 
-    rows: their number. needed, remaining: averages. longest_wait: the longest that a client was told, in seconds. The
-    last five are None without a limit.
+    rows: their number. needed, remaining: averages. longest_wait: the longest Retry-After, in seconds. The last five
+    are None without a limit.
     """
 
     rows: int

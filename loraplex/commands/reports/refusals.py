@@ -52,8 +52,8 @@ class At(Moment):
 def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> None:
     """Show why requests were refused, by tenant, limit and code, by default in the last day.
 
-    A limit of the same name has a row for each owner and value, with the number of its recorded refusals, the averages
-    of what they needed and what remained, and the longest wait in seconds. The outcome "cut" is an answer that a limit
+    Limits of one name have a row for each owner and value, with the number of recorded refusals, the averages of what
+    they needed and what remained, and the longest wait in seconds. The outcome "cut" is an answer that a limit
     ended in mid-stream. Peak is the part of the period with most refusals: their number, its length and its start.
     """
     if at is not None:
@@ -71,17 +71,15 @@ def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> N
 
 
 def _shown(cause: dict[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the rows of a cause: its sums, with its first limit, and then its other limits."""
+    """Return a row for each limit of a cause, the first one with the cause's sums; without a limit, only these."""
     peak = cause["peak"]
     sums = {
         "status": cause["status"] or None,
         "refused": cause["requests"],
         "peak": None if peak is None else f"{peak[1]} in {step // 60} min from {moment(peak[0])}",
     }
-    names = {**{name: cause[name] for name in ("tenant", "outcome", "code")}, "limit": cause["limit_name"]}
-    rows = [
+    limits = [
         {
-            **names,
             **{name: _amount(each[name], cause["limit_name"]) for name in ("value", "needed", "remaining")},
             "owner": each["owner"],
             "recorded": each["rows"],
@@ -89,7 +87,8 @@ def _shown(cause: dict[str, Any], step: int) -> list[dict[str, Any]]:
         }
         for each in cause["evidence"]
     ]
-    return [{**(rows[0] if rows else names), **sums}, *rows[1:]]
+    names = {**{name: cause[name] for name in ("tenant", "outcome", "code")}, "limit": cause["limit_name"]}
+    return [names | limit | (sums if number == 0 else {}) for number, limit in enumerate(limits or [{}])]
 
 
 def _amount(value: float | None, limit: str) -> str | None:

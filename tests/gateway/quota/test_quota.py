@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import BadRequest, RateLimited, Unavailable
 from gateway.quota.demand import Demand, RequestSize
-from gateway.quota.limits import Limit
+from gateway.quota.limits import Limit, LimitState
 from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
@@ -315,7 +315,7 @@ def test_durations_are_as_openai_writes_them():
 def refused(kind: str, value: int, remaining: int, cost: int = 0) -> str:
     limit = Limit(f"tenant:{kind}", "tenant", kind, value)
     demand = Demand(tenant_id="t", request_id="r", prompt_tokens=5, price=Price(input=cost * 200_000))
-    return refusal([limit], [(remaining, 90_000, 90_000, 0)], demand, {}).message
+    return refusal([limit], [LimitState(remaining, 90_000, 90_000, 0)], demand, {}).message
 
 
 def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
@@ -338,6 +338,6 @@ def test_a_refused_request_without_max_tokens_is_told_of_the_default():
         check_possible(limits, demand)
     said = "69 tokens (5 of the prompt and 64 of the answer: 64 is the default, because max_tokens is not set)"
     assert said in found.value.message
-    message = refusal([Limit("tenant:t", "tenant", "t", 100)], [(40, 9000, 9000, 0)], demand, {}).message
+    message = refusal([Limit("tenant:t", "tenant", "t", 100)], [LimitState(40, 9000, 9000, 0)], demand, {}).message
     said = "needed 69 (5 of the prompt, the rest of the answer: 64 is the default, because max_tokens is not set)"
     assert f"{said}, remaining 40." in message
