@@ -173,14 +173,15 @@ def _budget_message(limit: Limit, state: LimitState, demand: Demand, *, is_reser
     amounts = (limit.value, demand.needed(limit, demand.least), state.remaining, state.reserved)
     whole, cost, left, reserved = (format_money(max(0, each), demand.currency) for each in amounts)
     budget = f"{period_words(limit.letter)} budget of this {limit.owner}, {whole},"
-    seconds = math.ceil(state.wait / 1000)
     if is_reserved:
+        # The time of their end is unknown, so `Retry-After` is no promise.
         return (
             f"{budget} has no room while other requests run: the request may cost {cost}, {left} is left, and "
-            f"{reserved} is {_reserved_by(limit)}. Try again in {describe_wait(seconds)}."
+            f"{reserved} is {_reserved_by(limit)}. Try again when one of them has ended."
         )
     words = "is used up" if state.remaining <= 0 else "is nearly used up"
-    return f"{budget} {words}: the request may cost {cost}, {left} is left. Try again on {_midnight(seconds)}."
+    day = _midnight(math.ceil(state.wait / 1000))
+    return f"{budget} {words}: the request may cost {cost}, {left} is left. Try again on {day}."
 
 
 def _reserved_by(limit: Limit) -> str:

@@ -61,7 +61,7 @@ async def test_a_budget_that_is_only_reserved_is_not_used_up(budget: str, owner:
     assert error.headers["Retry-After"] == "1"
     assert f"budget of this {owner}, 0.001, has no room while other requests run: " in error.message
     assert f"0.0002 is left, and 0.0008 is reserved by running requests {sharing}, which return" in error.message
-    assert error.message.endswith("Try again in 1 s.")
+    assert error.message.endswith("Try again when one of them has ended.")
     # Half of it is used now, and the other half is still reserved.
     await settle(quota, running[0], 400, 400)
     assert (await refused(quota, who, 600)).code == "rate_limit_exceeded"
