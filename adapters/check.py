@@ -21,8 +21,8 @@ from typing import Any
 from adapters.archives.members import ArchiveError, ArchiveTooLarge
 from adapters.archives.unpack import unpack
 from adapters.base_choice import TRAINED_ON, choose_base
-from adapters.checkpoint import CONFIG_NAME, AdapterCheckpoint
-from adapters.manifest import AdapterError, BaseShape
+from adapters.checkpoint import CONFIG_NAME, AdapterCheckpoint, check_ranks
+from adapters.manifest import AdapterError, BaseShape, parse_manifest
 from adapters.store import prepare
 
 # Names of the archive and of the canonical form within the job's folder.
@@ -117,11 +117,12 @@ def _check(job: dict[str, Any]) -> tuple[AdapterCheckpoint, str]:
         unpack(archive, folder, job["max_bytes"])
         archive.unlink()
     checkpoint = prepare(folder, folder / PREPARED)
-    # The canonical form leaves out the adapter's origin.
-    trained_on = json.loads((folder / CONFIG_NAME).read_bytes()).get(TRAINED_ON)
+    # The canonical form leaves out the adapter's origin, and which field set a rank.
+    config = json.loads((folder / CONFIG_NAME).read_bytes())
     bases = {name: _shape(fields) for name, fields in job["bases"].items()}
-    base = choose_base(checkpoint, trained_on, bases, job["closed"])
-    checkpoint.check_served(job["bases"][base]["max_rank"], job["bases"][base]["max_adapter_bytes"])
+    base = choose_base(checkpoint, config.get(TRAINED_ON), bases, job["closed"])
+    check_ranks(parse_manifest(config), checkpoint.modules, job["bases"][base]["max_rank"])
+    checkpoint.check_size(job["bases"][base]["max_adapter_bytes"])
     return checkpoint, base
 
 

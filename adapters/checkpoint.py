@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from adapters.manifest import (
     EMBEDDING,
@@ -129,16 +129,8 @@ class AdapterCheckpoint:
                     f"its shape is {span.shape}, the base model's {name} {vocabulary}; another size is not served",
                 )
 
-    def check_served(self, max_rank: int, max_bytes: int) -> None:
-        """Check that the engines serve this rank and size. Raises AdapterError.
-
-        max_bytes: an engine's host memory for adapters; 0 means unknown.
-        """
-        for module in self.modules.values():
-            if module.rank > max_rank:
-                raise AdapterError(
-                    module.a.name, f"its rank is {module.rank}; the engines here serve ranks up to {max_rank}"
-                )
+    def check_size(self, max_bytes: int) -> None:
+        """Check that the adapter fits an engine's host memory for adapters; 0 means unknown. Raises AdapterError."""
         # Engines convert adapters to their own dtype, which has at least two bytes per number.
         size = 2 * sum(math.prod(span.shape) for m in self.modules.values() for span in (m.a, m.b))
         if max_bytes and size > max_bytes:
@@ -147,6 +139,25 @@ class AdapterCheckpoint:
     @property
     def weights_path(self) -> Path:
         return self.folder / WEIGHTS_NAME
+
+
+def check_ranks(manifest: AdapterManifest, modules: Mapping[tuple[int, str], LoraModuleInfo], max_rank: int) -> None:
+    """Raise AdapterError for a module beyond `max_rank`, naming the field of the config that sets its rank.
+
+    manifest: that of the uploaded config, because the canonical form has other patterns.
+    """
+    for module in modules.values():
+        if module.rank > max_rank:
+            is_default = module.rank == manifest.rank
+            raise AdapterError(
+                "r" if is_default else "rank_pattern",
+                f"the rank of {_module_name(module.a)} is {module.rank}; the engines here serve ranks up to {max_rank}",
+            )
+
+
+def _module_name(a: TensorSpan) -> str:
+    match = _TENSOR.fullmatch(a.name) or _EMBEDDING.fullmatch(a.name)
+    return a.name if match is None else match["module"]
 
 
 Headers = tuple[AdapterManifest, Mapping[tuple[int, str], LoraModuleInfo], Mapping[str, TensorSpan]]
@@ -195,19 +206,19 @@ def read_headers(folder: Path) -> Headers:
         length = int.from_bytes(start, "little")
         if length > _MAX_CACHED_BYTES:
             file.seek(0)
-            return _parse(config, file, size)
+            return parse_headers(config, file, size)
         header = start + file.read(length)
     key = hashlib.sha256(b"%d %d\n" % (len(config), size) + config + header).digest()
     with _parsed_lock:
         found = _parsed.get(key)
     if found is None:
-        found = _parse(config, io.BytesIO(header), size)
+        found = parse_headers(config, io.BytesIO(header), size)
         with _parsed_lock:
             _parsed.put(key, found)
     return found
 
 
-def _parse(config: bytes, file: BinaryIO, size: int) -> Headers:
+def parse_headers(config: bytes, file: IO[bytes], size: int) -> Headers:
     """Parse a config and the header of a file of this size. Raises AdapterError, OSError."""
     manifest = parse_manifest(_parse_json(config, CONFIG_NAME))
     spans = _read_spans(file, size)
@@ -237,7 +248,7 @@ def _parse_json(raw: bytes, name: str) -> Any:
         raise AdapterError(name, str(error)) from None
 
 
-def _read_spans(file: BinaryIO, size: int) -> list[TensorSpan]:
+def _read_spans(file: IO[bytes], size: int) -> list[TensorSpan]:
     """Return all tensors of an adapter's file of this size. Raises AdapterError."""
     try:
         entries = read_header(file, size, _MAX_HEADER_BYTES, _check_tensor)

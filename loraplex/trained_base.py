@@ -1,17 +1,26 @@
-"""Check of an adapter's config before its upload, and the base model that it names. Reads PEFT folders and archives."""
+"""Check of the headers of an adapter before its upload, and the base model that its config names."""
 
 import json
+import lzma
 import tarfile
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from adapters.base_choice import TRAINED_ON, named_base
-from adapters.manifest import parse_manifest
+from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Headers, parse_headers
+from adapters.manifest import AdapterError
 
-CONFIG = "adapter_config.json"
 # Larger files of this name are not read.
 MAX_BYTES = 1 << 20
+# Errors of a missing, broken or encrypted file or archive.
+UNREADABLE = (
+    *(OSError, ValueError, EOFError, RuntimeError),
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+)
 
 
 def base_warning(path: Path, served: str | None) -> str | None:
@@ -29,42 +38,52 @@ def base_warning(path: Path, served: str | None) -> str | None:
     return f"its config names the base model '{shown}', and it is served on '{served}'; is that the same model?"
 
 
-def checked_rank(path: Path) -> int:
-    """Check the config, and return the least rank of its modules; 0 if it is unreadable: the gateway checks it.
+def read_upload(path: Path) -> Headers | None:
+    """Return the manifest and modules of an adapter; None if they cannot be read, because the gateway checks them too.
 
-    Raises AdapterError for a config that no engine serves.
+    Raises AdapterError for an adapter that no engine serves.
     """
-    if not isinstance(config := _config(path), dict):
-        return 0
-    manifest = parse_manifest(config)
-    return min((manifest.rank, *manifest.rank_pattern.values()))
+    try:
+        with _opened(path, CONFIG_NAME) as (file, _):
+            config = _read(file)
+        with _opened(path, WEIGHTS_NAME) as (file, size):
+            return None if config is None else parse_headers(config, file, size)
+    except AdapterError:
+        raise
+    except UNREADABLE:
+        return None
 
 
 def _config(path: Path) -> Any:
     """Return an adapter's config; None if it cannot be read."""
     try:
-        raw = _read_config(path)
+        with _opened(path, CONFIG_NAME) as (file, _):
+            raw = _read(file)
         return None if raw is None else json.loads(raw)
-    except (OSError, ValueError, EOFError, RecursionError, tarfile.TarError, zipfile.BadZipFile, NotImplementedError):
+    except UNREADABLE:
         return None
 
 
-def _read_config(path: Path) -> bytes | None:
+@contextmanager
+def _opened(path: Path, name: str) -> Iterator[tuple[IO[bytes], int]]:
+    """Open a file of a folder or an archive, and yield it with its size. Raises the errors UNREADABLE."""
     if path.is_dir():
-        with (path / CONFIG).open("rb") as file:
-            return _read(file)
-    if zipfile.is_zipfile(path):
+        with (path / name).open("rb") as file:
+            yield file, (path / name).stat().st_size
+    elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            found = next((name for name in archive.namelist() if name.rpartition("/")[2] == CONFIG), None)
+            found = next((each for each in archive.infolist() if each.filename.rpartition("/")[2] == name), None)
             if found is None:
-                return None
-            with archive.open(found) as file:
-                return _read(file)
-    with tarfile.open(path) as archive:
-        for member in archive:
-            if member.name.rpartition("/")[2] == CONFIG and (content := archive.extractfile(member)) is not None:
-                return _read(content)
-    return None
+                raise FileNotFoundError(name)
+            with archive.open(found) as content:
+                yield content, found.file_size
+    else:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.rpartition("/")[2] == name and (inside := tar.extractfile(member)) is not None:
+                    yield inside, member.size
+                    return
+        raise FileNotFoundError(name)
 
 
 def _read(file: IO[bytes]) -> bytes | None:

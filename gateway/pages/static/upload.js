@@ -56,7 +56,7 @@ document.addEventListener("DOMContentLoaded", () => {
       } else {
         const error = answer?.error, isOver = new URL(request.responseURL || location.href).pathname.endsWith("/login");
         if (isOver) fail("Your session has ended. Load the page again and log in; the name stays in the form.");
-        else fail(error ? `${error.message}${error.param ? ` (${error.param})` : ""}` : `The gateway answered ${request.status}.`);
+        else fail(error ? `${error.message}${!error.param || error.message.startsWith(`${error.param}:`) ? "" : ` (${error.param})`}` : `The gateway answered ${request.status}.`);
       }
     };
     request.onerror = () => fail("The connection broke. Try again.");

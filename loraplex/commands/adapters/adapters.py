@@ -65,20 +65,21 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
 async def _push(
     client: "GatewayClient", tenant: str | None, name: str, path: Path, base: dict[str, str]
 ) -> dict[str, Any]:
+    from adapters.checkpoint import check_ranks
     from adapters.manifest import AdapterError
     from loraplex.client import upload_files
     from loraplex.client_paths import uploads_path
     from loraplex.resumable_push import MIN_BYTES, max_rank, push_in_parts
-    from loraplex.trained_base import checked_rank
+    from loraplex.trained_base import read_upload
 
     if sum(file.stat().st_size for file in upload_files(path).values()) < MIN_BYTES:
         return await client.push_adapter(tenant, name, path, **base)
     # The gateway would refuse the same, but only after all of the upload.
     with one_line(AdapterError):
-        rank = checked_rank(path)
+        headers = read_upload(path)
         highest = await max_rank(client, uploads_path(tenant), base.get("base"))
-        if highest is not None and rank > highest:
-            raise AdapterError("r", f"its rank is {rank}; the engines here serve ranks up to {highest}")
+        if headers is not None and highest is not None:
+            check_ranks(*headers[:2], highest)
     return await push_in_parts(client, uploads_path(tenant), name, path, _progress(), **base)
 
 

@@ -91,6 +91,7 @@ async def push_two_versions(who: Person, folder: Path) -> None:
     await upload(who, folder, {**files(2), CONFIG: b'{"r": "<b>"}'})
     await who.page.wait_for_selector("#problem:visible")
     await who.sees("peft_type", "#problem")
+    assert (await who.page.inner_text("#problem")).count("peft_type") == 1
     await who.open(f"{ADAPTER}?version=2")
     assert "It was rejected." in await who.text()
 

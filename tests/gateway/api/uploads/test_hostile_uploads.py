@@ -302,13 +302,19 @@ async def test_a_check_server_that_does_not_react_is_replaced(gateway: Gateway, 
 
 
 async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: Upstream):
-    config = files()[CONFIG].replace(b'"r": 4', b'"r": 65')
-    large = {CONFIG: config, WEIGHTS: pack(header_of(wide := tensors(rank=65)), b"".join(t[2] for t in wide.values()))}
+    config = files()[CONFIG]
+    large = {
+        CONFIG: config.replace(b'"r": 4', b'"r": 65'),
+        WEIGHTS: pack(header_of(wide := tensors(rank=65)), b"".join(t[2] for t in wide.values())),
+    }
+    by_pattern = large | {CONFIG: config.replace(b'"r": 4', b'"r": 4, "rank_pattern": {".*": 65}')}
     async with start() as gateway:
         acme = await gateway.tenant("acme")
         got = await push(acme, "large", large)
-        assert (got.status, got.error["code"]) == (400, "invalid_adapter")
+        assert (got.status, got.error["code"], got.error["param"]) == (400, "invalid_adapter", "r")
         assert "ranks up to 64" in got.error["message"]
+        got = await push(acme, "patterned", by_pattern)
+        assert (got.status, got.error["param"]) == (400, "rank_pattern"), got.body
     async with start(max_lora_rank=65, migrate_on_start=False) as gateway:
         globex = await gateway.tenant("globex")
         assert (await push(globex, "large", large)).status == 201
