@@ -66,7 +66,7 @@ async def test_only_an_adapter_of_more_than_30_days_is_not_used_for_30_days(serv
             [old], [new] = ([each for each in rows if f"/adapters/{name}" in each] for name in ("old", "new"))
             assert "not for 30 days" in old
             assert "never used" not in old
-            assert re.search(r"never used<small[^>]*>created <time[^>]*>(now|\d+ s ago)<", new), new
+            assert re.search(r"never used</span><small[^>]*>created <time[^>]*>(now|\d+ s ago)<", new), new
             assert "Requests to mixtures count for none of their adapters." in new
             assert "not for 30 days" not in new
 
