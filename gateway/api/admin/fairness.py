@@ -8,7 +8,6 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from gateway.api.answers import row_struct
-from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
 
 # Maximum number of tenants with a curve of their own.
@@ -28,14 +27,18 @@ class JainIndex(Struct, frozen=True, kw_only=True):
 
 
 class QueueWaits(Struct, frozen=True, kw_only=True):
-    """Waits in the queue of this process in seconds. p50, p95: percentiles of the waits of requests admitted in the
-    last hour.
+    """Waits of all tenants, in seconds. p50, p95: percentiles of the waits of requests admitted in the last hour.
+    waiting: requests that wait now, in this gateway process and on the engines. waiting_on_engines: those on the
+    engines, from all gateways; null if no engine reports it. oldest: the longest wait of these so far, 0 if none waits,
+    null if it is not known.
     """
 
-    waiting: int
-    oldest: float
     p50: float | None
     p95: float | None
+    waiting: int
+    waiting_in_gateway: int
+    waiting_on_engines: int | None
+    oldest: float | None
 
 
 class FairnessHistory(Struct, frozen=True, kw_only=True):
@@ -59,16 +62,16 @@ class FairnessAnswer(Struct, frozen=True, kw_only=True):
     preemptions: list[ShownPreemptions]
 
 
-def describe_fairness(fairness: Fairness, queues: BaseQueues) -> FairnessAnswer:
+def describe_fairness(fairness: Fairness) -> FairnessAnswer:
     """Return the figures of the page of fairness."""
-    p50, p95 = fairness.waits()
+    waits, (p50, p95) = fairness.waits(), fairness.wait_percentiles()
     points = list(fairness.points)
     shares = {fairness.name(each): share_curve(points, each) for each in largest(fairness)}
     return FairnessAnswer(
         process=os.getpid(),
         since=datetime.fromtimestamp(fairness.since, UTC),
         jain=JainIndex(now=fairness.jain(), hour=fairness.jain_hour()),
-        waits=QueueWaits(waiting=queues.waiting, oldest=queues.longest_wait, p50=p50, p95=p95),
+        waits=QueueWaits(**waits.counts, oldest=waits.oldest, p50=p50, p95=p95),
         data=[_describe(row) for row in fairness.tenants()],
         history=FairnessHistory(
             times=[point.at for point in points], jain=[point.jain for point in points], shares=shares

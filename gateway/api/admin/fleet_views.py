@@ -40,7 +40,7 @@ class EngineHistoryAnswer(Struct, frozen=True, kw_only=True):
 
 
 class QueueSample(Struct, frozen=True, kw_only=True):
-    """Requests in the queue and on engines. at: in Unix seconds."""
+    """Requests of this process: in its queue, and on engines. at: in Unix seconds."""
 
     at: int
     waiting: int

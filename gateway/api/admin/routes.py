@@ -20,6 +20,7 @@ from gateway.errors import RecordNotFound
 from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.queue import TenantPlaces
+from gateway.fleet.queueing.waits import EngineQueues, Waits
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.audit import Audit
 from gateway.records.tenants.tenants import TENANT_NAME, Tenant, Tenants
@@ -40,17 +41,24 @@ class GatewayVersion(Struct, frozen=True, kw_only=True):
     version: str
 
 
-QueuedTenant: Any = row_struct("QueuedTenant", TenantPlaces)
+QueuedTenant: Any = row_struct(
+    "QueuedTenant", TenantPlaces, waited=float | None, waiting_in_gateway=int, waiting_on_engines=int | None
+)
 
 
 class QueueAnswer(Struct, frozen=True, kw_only=True):
-    """Requests of a process that wait, and the places that its admitted requests take of the engines' `places`.
+    """Requests that wait, and the places that this process's admitted requests take of the engines' `places`.
 
-    data: the least served first.
+    waiting: in the queues of this process and of the engines. waiting_on_engines: on the engines, of all gateways; null
+    if no engine reports it. waited: the longest of these waits so far, in seconds; 0 if none waits, null if it is not
+    known. data: the least served first.
     """
 
     object: Literal["queue"] = "queue"
     waiting: int
+    waiting_in_gateway: int
+    waiting_on_engines: int | None
+    waited: float | None
     inside: int
     places: int
     data: list[QueuedTenant]
@@ -114,16 +122,26 @@ class Admin:
         return json_response(GatewayVersion(version=version("loraplex")))
 
     async def queue(self, request: web.Request) -> web.Response:
-        """Report the requests of the process that answers. Counters and shares are those of all processes."""
-        capacity = self._registry.capacity
+        """Report the requests of the process that answers, and those that wait on the engines.
+
+        Counters and shares are those of all processes.
+        """
+        capacity, engines = self._registry.capacity, EngineQueues(self._registry.up)
+        total = engines.total(self._queues.waiting, self._queues.longest_wait)
+        rows = sorted(self._queues.tenants().items(), key=lambda item: item[1].service)
         return json_response(
             QueueAnswer(
-                waiting=self._queues.waiting,
+                **total.counts,
+                waited=total.oldest,
                 inside=self._queues.inside,
                 places=capacity.ordered_places if capacity is not None else 0,
-                data=[QueuedTenant(**row._asdict()) for row in self._queues.by_tenant()],
+                data=[_describe(row, engines.of(tenant_id, row.waiting, row.waited)) for tenant_id, row in rows],
             )
         )
 
     async def _tenant(self, request: web.Request) -> Tenant:
         return await self._tenants.get(request.match_info["tenant"])
+
+
+def _describe(row: TenantPlaces, waits: Waits) -> Any:
+    return QueuedTenant(**row._asdict() | waits.counts | {"waited": waits.oldest})

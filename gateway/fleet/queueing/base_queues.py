@@ -68,10 +68,6 @@ class BaseQueues:
         for queue in self._queues.values():
             queue.admit()
 
-    def by_tenant(self) -> list[TenantPlaces]:
-        """Return the tenants with requests in a queue or on an engine, the least served first."""
-        return sorted(self.tenants().values(), key=lambda row: row.service)
-
     def tenants(self) -> dict[str, TenantPlaces]:
         """Return the tenants with requests in a queue or on an engine, by id, with their sums over the base models."""
         found: dict[str, TenantPlaces] = {}

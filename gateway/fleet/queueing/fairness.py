@@ -17,6 +17,7 @@ from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.queue import Place, TenantPlaces
 from gateway.fleet.queueing.service_counters import ServiceCounters
+from gateway.fleet.queueing.waits import EngineQueues, Waits
 from wire.bounded_dict import BoundedDict
 
 SAMPLE_SECONDS = 5.0
@@ -44,17 +45,18 @@ class Share(NamedTuple):
 class TenantFairness(NamedTuple):
     """Fairness of a tenant.
 
-    waiting_on_engines: its requests that wait in engines, of all gateways. oldest: longest wait of its waiting
-    requests. p50, p95: waits of its requests that were admitted in the last hour. Times in seconds. service: its
-    counter, in cost units per weight, over all gateways; None without requests.
+    waiting: its waiting requests, in this gateway process and on the engines; see `Waits` for the parts and `oldest`.
+    p50, p95: waits of its requests that were admitted in the last hour. Times in seconds. service: its counter, in cost
+    units per weight, over all gateways; None without requests.
     """
 
     tenant: str
     weight: float
     inside: int
     waiting: int
-    waiting_on_engines: int
-    oldest: float
+    waiting_in_gateway: int
+    waiting_on_engines: int | None
+    oldest: float | None
     p50: float | None
     p95: float | None
     service: float | None
@@ -65,8 +67,7 @@ class TenantFairness(NamedTuple):
     def is_behind(self) -> bool:
         """Return whether the tenant waits and gets less than its due."""
         share, due = self.now.share, self.now.due
-        waits = self.waiting + self.waiting_on_engines > 0
-        return waits and share is not None and due is not None and share < BEHIND * due
+        return self.waiting > 0 and share is not None and due is not None and share < BEHIND * due
 
 
 class PreemptionRow(NamedTuple):
@@ -144,13 +145,13 @@ class Fairness:
     def sample(self) -> None:
         """Add a sample of the service since the last one."""
         service, self._service = self._service, {}
-        places, engine_waits = self._queues.tenants(), self._engine_waits()
+        places, engine_queues = self._queues.tenants(), EngineQueues(self._engines())
         for tenant_id, row in places.items():
             self._see(tenant_id, row.tenant, row.weight)
         active = {each: self._known[each].weight for each in {*service, *places} if each in self._known}
         taken = Sums(at=int(time.time()), samples=1, total=max(0.0, sum(service.values())))
         weights = sum(active.values())
-        waiting = {each for each in active if engine_waits[each] or (each in places and places[each].waiting)}
+        waiting = {each for each in active if _waits_of(each, places.get(each), engine_queues).waiting}
         kept = sorted(active, key=lambda each: (each in waiting, service.get(each, 0.0)), reverse=True)[:MAX_TENANTS]
         for tenant_id in kept:
             taken.service[tenant_id] = max(0.0, service.get(tenant_id, 0.0))
@@ -191,18 +192,22 @@ class Fairness:
         found = [point.jain for point in self.points if point.jain is not None]
         return sum(found) / len(found) if found else None
 
-    def waits(self) -> tuple[float | None, float | None]:
+    def waits(self) -> Waits:
+        """Return the requests of all tenants that wait now."""
+        return EngineQueues(self._engines()).total(self._queues.waiting, self._queues.longest_wait)
+
+    def wait_percentiles(self) -> tuple[float | None, float | None]:
         """Return p50 and p95 of the last hour's admitted requests, at most ALL_WAITS of them, in seconds."""
         return _percentiles(self._waits)
 
     def tenants(self) -> list[TenantFairness]:
         """Return the tenants with requests now or service in the last hour."""
         now, hour = self.now, self.hour
-        places, engine_waits = self._queues.tenants(), self._engine_waits()
+        places, engine_queues = self._queues.tenants(), EngineQueues(self._engines())
         for tenant_id, row in places.items():
             self._see(tenant_id, row.tenant, row.weight)
         return [
-            self._row(each, places.get(each), engine_waits[each], now, hour)
+            self._row(each, places.get(each), engine_queues, now, hour)
             for each in {**hour.service, **places}
             if each in self._known
         ]
@@ -212,7 +217,7 @@ class Fairness:
         now, hour, places = self.now, self.hour, self._queues.tenants()
         if tenant_id not in self._known or (tenant_id not in places and tenant_id not in hour.service):
             return None
-        return self._row(tenant_id, places.get(tenant_id), self._engine_waits()[tenant_id], now, hour)
+        return self._row(tenant_id, places.get(tenant_id), EngineQueues(self._engines()), now, hour)
 
     def preemptions(self) -> list[PreemptionRow]:
         """Return the counts that the engines report, the largest first. An unknown tenant is shown by its id."""
@@ -228,31 +233,23 @@ class Fairness:
         return known.name if known is not None else tenant_id
 
     def _row(
-        self, tenant_id: str, place: TenantPlaces | None, engine_waits: int, now: Sums, hour: Sums
+        self, tenant_id: str, place: TenantPlaces | None, engine_queues: EngineQueues, now: Sums, hour: Sums
     ) -> TenantFairness:
         known = self._known[tenant_id]
         p50, p95 = _percentiles(known.waits)
+        waits = _waits_of(tenant_id, place, engine_queues)
         return TenantFairness(
             tenant=known.name,
             weight=known.weight,
             inside=place.inside if place else 0,
-            waiting=place.waiting if place else 0,
-            waiting_on_engines=engine_waits,
-            oldest=place.waited if place else 0.0,
+            **waits.counts,
+            oldest=waits.oldest,
             p50=p50,
             p95=p95,
             service=place.service if place else None,
             now=now.share(tenant_id),
             hour=hour.share(tenant_id),
         )
-
-    def _engine_waits(self) -> Counter[str]:
-        """Return the number of requests by tenant id that wait in engines, as far as the engines report it."""
-        waits: Counter[str] = Counter()
-        for engine in self._engines():
-            for each in engine.state.tenants:
-                waits[each.tenant] += each.waiting
-        return waits
 
     def _add_service(self, tenant_id: str, service: float) -> None:
         self._service[tenant_id] = self._service.get(tenant_id, 0.0) + service
@@ -267,6 +264,10 @@ class Fairness:
         known = self._known.get(tenant_id)
         waits = known.waits if known is not None else deque(maxlen=TENANT_WAITS)
         self._known.put(tenant_id, _Known(name, weight, waits))
+
+
+def _waits_of(tenant_id: str, place: TenantPlaces | None, engine_queues: EngineQueues) -> Waits:
+    return engine_queues.of(tenant_id, place.waiting if place else 0, place.waited if place else 0.0)
 
 
 def _summed(parts: Iterable[Sums]) -> Sums:

@@ -41,7 +41,7 @@ class TenantPlaces(NamedTuple):
 
     tenant: its name. service: its counter of received service. share: number of places that the tenant gets without a
     wait. inside: number of places that its requests take. waiting: number of its waiting requests. waited: longest wait
-    of these, in seconds.
+    of these so far, in seconds.
     """
 
     tenant: str
@@ -257,10 +257,6 @@ class RequestQueue:
         """Return the longest wait of the waiting requests, in seconds."""
         oldest = self._waiting.oldest()
         return 0.0 if oldest is None else time.monotonic() - oldest.arrived_at
-
-    def by_tenant(self) -> list[TenantPlaces]:
-        """Return the tenants with requests in the queue or on the engines, the least served first."""
-        return sorted(self.tenants().values(), key=lambda row: row.service)
 
     def tenants(self) -> dict[str, TenantPlaces]:
         """Return the tenants with requests in the queue or on the engines, by id."""

@@ -32,5 +32,5 @@ def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serv
             frame=frame, registry=registry, history=history, residents=residents, acts=acts, bases=records.bases
         ),
         FleetViews(registry=registry, history=history, residents=residents),
-        FairnessPages(frame=frame, fairness=serving.fairness, queues=serving.queues),
+        FairnessPages(frame=frame, fairness=serving.fairness),
     ]

@@ -122,7 +122,7 @@ class EnginePages:
             "times": [at for at, _, _ in queue],
             "series": [
                 {"name": "on engines", "values": [inside for _, _, inside in queue]},
-                {"name": "waiting", "values": [waiting for _, waiting, _ in queue]},
+                {"name": "waiting here", "values": [waiting for _, waiting, _ in queue]},
             ],
             "unit": "requests",
             "stacked": True,

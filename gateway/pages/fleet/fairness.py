@@ -9,7 +9,6 @@ from aiohttp import web
 from gateway.api.admin.fairness import describe_fairness, largest, share_curve
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
-from gateway.fleet.queueing.base_queues import BaseQueues
 from gateway.fleet.queueing.fairness import Fairness, TenantFairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.tables import ROWS, Column, csv_response, fill, read_second, read_table
@@ -23,9 +22,10 @@ COLUMNS = (
     Column("due", "Due now", numeric=True, value=lambda row: row.now.due, hint="Its weight's part of that service"),
     Column("hour", "Share, 1 h", numeric=True, value=lambda row: row.hour.share, hint="Part of the last hour"),
     Column("due_hour", "Due, 1 h", numeric=True, value=lambda row: row.hour.due),
-    Column("waiting", "Waits", numeric=True, value=lambda row: row.waiting + row.waiting_on_engines,
-           hint="Requests that wait in this gateway process and in the engines"),
-    Column("oldest", "Longest", numeric=True, hint="Longest wait in this gateway process now"),
+    Column("waiting", "Waiting", numeric=True, hint="Requests that wait now, in this process and on the engines"),
+    Column("waiting_on_engines", "On engines", numeric=True,
+           hint="Those of them that wait in the engines' queues, of all gateways; none: no engine reports it"),
+    Column("oldest", "Longest", numeric=True, hint="Longest wait so far of one of them, in the queue that it is in"),
     Column("p50", "Wait p50", numeric=True, hint="Waits of the requests admitted in the last hour"),
     Column("p95", "Wait p95", numeric=True),
     Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
@@ -41,10 +41,9 @@ PREEMPTIONS = (
 class FairnessPages:
     """Page and JSON route, both from the memory of this gateway process."""
 
-    def __init__(self, *, frame: Frame, fairness: Fairness, queues: BaseQueues) -> None:
+    def __init__(self, *, frame: Frame, fairness: Fairness) -> None:
         self._frame = frame
         self._fairness = fairness
-        self._queues = queues
 
     async def page(self, request: web.Request) -> web.Response:
         table = read_table(request, "fairness", COLUMNS, "-now")
@@ -58,7 +57,7 @@ class FairnessPages:
             if request.query.get("table") == "preemptions":
                 return csv_response("preemptions", PREEMPTIONS, self._fairness.preemptions())
             return csv_response("fairness", COLUMNS, kept)
-        p50, p95 = self._fairness.waits()
+        p50, p95 = self._fairness.wait_percentiles()
         return self._frame.render(
             request,
             "fairness.html",
@@ -68,10 +67,9 @@ class FairnessPages:
             num=len(rows),
             jain=self._fairness.jain(),
             jain_hour=self._fairness.jain_hour(),
-            num_waiting=sum(row.waiting + row.waiting_on_engines > 0 for row in rows),
+            num_waiting=sum(row.waiting > 0 for row in rows),
             num_behind=sum(row.is_behind for row in rows),
-            waiting=self._queues.waiting,
-            longest=self._queues.longest_wait,
+            waits=self._fairness.waits(),
             p50=p50,
             p95=p95,
             charts=self._charts(),
@@ -82,7 +80,7 @@ class FairnessPages:
 
     async def describe(self, _: web.Request) -> web.Response:
         """Return the page's figures as JSON."""
-        return json_response(describe_fairness(self._fairness, self._queues))
+        return json_response(describe_fairness(self._fairness))
 
     def _charts(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Return (id, title, data) of the charts."""
@@ -116,4 +114,4 @@ def _percent(value: float | None) -> float | None:
 def _is(row: TenantFairness, state: str) -> bool:
     if state == "behind":
         return row.is_behind
-    return not state or row.waiting + row.waiting_on_engines > 0
+    return not state or row.waiting > 0

@@ -9,6 +9,7 @@ from gateway.fleet.discovery.registry import Registry
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.engines.health import Health as EngineHealth
 from gateway.fleet.queueing.base_queues import BaseQueues
+from gateway.fleet.queueing.waits import EngineQueues, Waits
 
 Level = Literal["good", "warn", "bad"]
 
@@ -59,8 +60,11 @@ class Status(NamedTuple):
     summary: str
     parts: tuple[PartState, ...]
     engines: tuple[EngineView, ...]
-    waiting: int
-    longest_wait: float
+    waits: Waits
+
+    @property
+    def waiting(self) -> int:
+        return self.waits.waiting
 
     @property
     def mark(self) -> str:
@@ -86,9 +90,10 @@ class Strip:
         engines = tuple(view_engine(engine, now) for engine in self._registry.engines)
         levels = [*(part.level for part in parts), *(_softened(engine.level) for engine in engines)]
         level: Level = "bad" if "bad" in levels else "warn" if "warn" in levels else "good"
-        longest = self._queues.longest_wait if self._queues.waiting else 0.0
+        up = [engine for engine in self._registry.engines if engine.is_up]
+        waits = EngineQueues(up).total(self._queues.waiting, self._queues.longest_wait)
         summary = _summary(parts, engines)
-        return Status(now, level, summary, parts, engines, self._queues.waiting, longest)
+        return Status(now, level, summary, parts, engines, waits)
 
 
 def view_engine(engine: EngineRecord, now: datetime) -> EngineView:

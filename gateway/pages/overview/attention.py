@@ -113,8 +113,8 @@ class Needs:
         if others := away[MAX_ENGINES:]:
             text = f"{counted(len(others), 'more engine')} cannot be used, or not fully."
             found.append(Entry(others[0].level, text, ENGINES))
-        if status.waiting and status.longest_wait > LONG_WAIT:
-            text = f"{status.waiting:,} requests wait for an engine, the longest for {status.longest_wait:.0f} s."
+        if (longest := status.waits.oldest) is not None and longest > LONG_WAIT:
+            text = f"{status.waiting:,} requests wait, the longest for {longest:.0f} s."
             found.append(Entry("warn", text, ENGINES))
         if self._ledger.waiting > MANY_ROWS:
             text = f"The ledger is behind: {self._ledger.waiting:,} usage rows wait for the database."

@@ -11,7 +11,7 @@ from loraplex.commands.values import given
 RESIDENT_COLUMNS = ("digest", "requests/s", "engine", "place", "running", "versions")
 SHARE_COLUMNS = (
     *("tenant", "weight", "share_now", "due_now", "share_1h", "due_1h", "behind"),
-    *("on_engines", "waiting", "oldest_s", "wait_p50_s", "wait_p95_s"),
+    *("on_engines", "waiting", "waiting_on_engines", "oldest_s", "wait_p50_s", "wait_p95_s"),
 )
 PREEMPTION_COLUMNS = ("engine", "preempted", "for", "number")
 # Characters of a digest in a table, with its "sha256:".
@@ -61,13 +61,22 @@ def fairness(as_json: bool, gateway: Gateway) -> None:
         return
     jain, waits = found["jain"], found["waits"]
     click.echo(f"Jain's index: {_index(jain['now'])} now, {_index(jain['hour'])} in the last hour")
-    click.echo(f"{waits['waiting']} requests wait, the longest for {waits['oldest']:.1f} s")
+    longest = f", the longest for {waits['oldest']:.1f} s" if waits["oldest"] else ""
+    click.echo(f"{waiting_text(waits)}{longest}")
     click.echo(f"history since {moment(found['since'])}, of gateway process {found['process']}", err=True)
     print_table([_share(row) for row in found["data"]], SHARE_COLUMNS)
     if found["preemptions"]:
         click.echo()
         print_table([row | {"preempted": row["tenant"], "for": row["by"]} for row in found["preemptions"]],
                     PREEMPTION_COLUMNS)  # fmt: skip
+
+
+def waiting_text(waits: dict[str, Any]) -> str:
+    """Return the number of waiting requests and where they wait, as `/admin/api/queue` and `fairness` report them."""
+    on_engines = waits.get("waiting_on_engines")
+    if on_engines is None:
+        return f"{waits['waiting']} waiting in the gateway, unknown on the engines"
+    return f"{waits['waiting']} waiting ({waits['waiting_in_gateway']} in the gateway, {on_engines} on engines)"
 
 
 def _share(row: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +87,8 @@ def _share(row: dict[str, Any]) -> dict[str, Any]:
         **{f"{name}_1h": _percent(row["hour"][name]) for name in ("share", "due")},
         "behind": row["is_behind"],
         "on_engines": row["inside"],
-        "waiting": row["waiting"] + row["waiting_on_engines"],
+        "waiting": row["waiting"],
+        "waiting_on_engines": row["waiting_on_engines"],
         **{f"{name}_s": _seconds(row[key]) for name, key in (("oldest", "oldest"), ("wait_p50", "p50"))},
         "wait_p95_s": _seconds(row["p95"]),
     }

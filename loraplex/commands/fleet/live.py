@@ -14,6 +14,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.fleet.engines import engine_state
+from loraplex.commands.fleet.fleet import waiting_text
 from loraplex.commands.output import json_option, moment, print_json, table_lines
 from loraplex.commands.values import Number
 
@@ -52,7 +53,7 @@ def _print_status(url: str, status: dict[str, Any]) -> None:
         click.echo(f"  {name:15} {text}{since}")
     _print_lines(_engine_lines(status["engines"]))
     queue = status["queue"]
-    click.echo(f"queue: {queue['waiting']} waiting, {queue['inside']} on engines, of this gateway process")
+    click.echo(f"queue: {waiting_text(queue)}; {queue['inside']} requests of this gateway process are on engines")
 
 
 @click.command(epilog=examples("loraplex top", "loraplex top --interval 5", "loraplex top --once"))
@@ -99,7 +100,7 @@ async def _frame(client: "GatewayClient", rows: int) -> list[str]:
     return [
         head,
         f"{total:.1f} output tokens/s, {usage['total']['requests']} requests in {RATE_SECONDS} s, "
-        f"{queue['waiting']} waiting, {places}",
+        f"{waiting_text(queue)}, {places}",
         "",
         *_engine_lines(found["engines"]),
         "",
@@ -128,7 +129,8 @@ def _tenant_lines(usage: list[dict[str, Any]], queue: list[dict[str, Any]], most
                 "requests": sums.get("requests", 0),
                 "on_engines": wait.get("inside", 0),
                 "waiting": wait.get("waiting", 0),
-                "longest_wait_s": f"{wait['waited']:.1f}" if wait.get("waiting") else None,
+                "waiting_on_engines": wait.get("waiting_on_engines"),
+                "longest_wait_s": f"{wait['waited']:.1f}" if wait.get("waited") else None,
             }
         )
     if not rows:

@@ -315,7 +315,10 @@ async def test_status_and_top_show_the_service(run: Run, gateway: Gateway, upstr
     assert re.fullmatch(rf"gateway {gateway.url}, version \S+: ready", lines[0])
     assert "  database        ok" in lines
     assert any(line.startswith(upstream.url) and " up " in line for line in lines)
-    assert lines[-1] == "queue: 0 waiting, 0 on engines, of this gateway process"
+    assert (
+        lines[-1]
+        == "queue: 0 waiting (0 in the gateway, 0 on engines); 0 requests of this gateway process are on engines"
+    )
     assert json.loads((await run("status", "--json")).stdout)["ready"]["parts"]["redis"] == "ok"
 
     async def shown() -> list[str]:

@@ -73,7 +73,7 @@ def test_the_history_is_bounded():
         world.observe_admission(place, 0.5)
     assert len(world.fairness._known) <= fairness.MAX_KNOWN
     assert len(world.fairness._known["0"].waits) == fairness.TENANT_WAITS
-    assert world.fairness.waits() == (0.5, 0.5)
+    assert world.fairness.wait_percentiles() == (0.5, 0.5)
 
 
 def test_engine_counts_keep_ids_of_unknown_tenants():

@@ -236,7 +236,7 @@ async def test_a_share_of_foreign_servers_is_divided_by_the_number_of_processes_
             await crowd.come("a", prompt=10)
         large = await crowd.come("b", sequences=6)
         counters.exchanged(counters.changes(), 2.0, [(0.0, 2), (0.0, 2)])
-        assert {row.share for row in queue.by_tenant()} == {4}
+        assert {row.share for row in queue.tenants().values()} == {4}
         assert (await crowd.come("a")).inside
         assert not (await crowd.come("a")).inside
         assert not large.inside
