@@ -17,10 +17,12 @@ from gateway.pages.frame.navigation import VIEWER
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import NeedList, Needs, counted
 from gateway.pages.widgets.charts import means
+from gateway.pages.widgets.limit_titles import code_title, reason_title
 from gateway.pages.widgets.periods import read_period, segments_of
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
 from gateway.records.activity.report import Activity
 from gateway.records.concurrent_reads import together
+from gateway.records.periods import DAY, HOUR, MINUTE
 from wire.money import MICRO_UNITS
 
 PERIODS = ("1h", "24h", "7d", "30d")
@@ -179,7 +181,8 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
         return {"times": times, "unit": "ms", "series": series, "stacked": False}
 
     by = f"by {group}"
-    failures = {"times": times, "unit": "", "series": _failures(report), "stacked": True}
+    unit = f"requests per {_step_text(step)}"
+    failures = {"times": times, "unit": unit, "series": _failures(report), "stacked": True}
     return [
         ("requests", f"Requests {by}", stacked("per s", per_second("requests"))),
         ("tokens", f"Tokens out {by}", stacked("per s", per_second("completion_tokens"))),
@@ -193,16 +196,21 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
 def _failures(report: ActivityReport) -> list[dict[str, Any]]:
     """Return a series for each of the first MAX_REASONS reasons of failed requests, and one for the others.
 
-    A name has the status only if its code has several: requests that an engine refused keep the engine's code.
+    A name has the code and the status only if its limit or code has several: requests that an engine refused keep the
+    engine's code.
     """
     failed = [each for each in report.refusals if each.requests]
     statuses = Counter((each.code, each.limit) for each in failed)
+    codes: dict[str, set[str]] = {}
+    for each in failed:
+        codes.setdefault(reason_title(each.code, each.limit), set()).add(each.code)
 
     def name(each: Refusals) -> str:
-        details = [each.limit] if each.limit else []
+        title = reason_title(each.code, each.limit)
+        details = [code_title(each.code)] if len(codes[title]) > 1 else []
         if statuses[each.code, each.limit] > 1:
-            details.append(str(each.status) if each.status else "admitted")
-        return f"{each.code} ({', '.join(details)})" if details else each.code
+            details.append(str(each.status) if each.status else "after admission")
+        return f"{title} ({', '.join(details)})" if details else title
 
     series: list[dict[str, Any]] = [{"name": name(each), "values": each.curve} for each in failed[:MAX_REASONS]]
     if others := failed[MAX_REASONS:]:
@@ -248,6 +256,11 @@ def _number(refusals: Refusals, is_before: bool) -> int:
 def _rate_text(rate: float) -> str:
     """Return the text of a rate per second; "" below MIN_RATE, where the number alone says more."""
     return f"· {short(rate)} per s" if rate >= MIN_RATE else ""
+
+
+def _step_text(step: int) -> str:
+    """Return the length of a chart's step after "per"."""
+    return {MINUTE: "minute", HOUR: "hour", DAY: "day"}.get(step) or f"{step // MINUTE} minutes"
 
 
 def _quantiles(now: Percentiles | None, before: Percentiles | None) -> list[Quantile]:

@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from gateway.errors import RateLimited
 from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
-from gateway.pages.widgets.limit_titles import limit_title
+from gateway.pages.widgets.limit_titles import limit_title, reason_title
 from gateway.quota.refusals import describe_wait
 from gateway.records.requests.refusal_report import Cause, Evidence
 from wire.error_codes import ENGINE_SHARE_USED
@@ -34,7 +34,7 @@ OUTCOMES = {"refused": "refused", "cut": "cut in mid-stream", "failed": "failed 
 
 def title(cause: Cause) -> str:
     """Return the cause's limit or code for people."""
-    return limit_title(cause.limit_name) if cause.limit_name else cause.code.replace("_", " ")
+    return reason_title(cause.code, cause.limit_name)
 
 
 def sentence(cause: Cause, currency: str, now: datetime, step: int) -> str:

@@ -4,7 +4,7 @@ import html
 import json
 import re
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,7 +118,10 @@ async def test_charts_have_a_series_for_each_group(reader: Reader, database: Dat
 
 
 async def test_reasons_of_failures_have_names_of_their_own(reader: Reader, database: Database):
-    """A code with two statuses had two series of the same name, and reasons after the eighth had no series."""
+    """A code with two statuses had two series of the same name, and reasons after the eighth had no series.
+
+    Names are words, as on the page "Why 429", and the numbers have a unit.
+    """
     code, at = "invalid_request_error", {"at": NOON, "exceeded": None, "code": "invalid_request_error"}
     others = [refused(i, at=NOON, exceeded=None, code=f"other_{i}") for i in range(10, 20)]
     await fill(
@@ -130,12 +133,30 @@ async def test_reasons_of_failures_have_names_of_their_own(reader: Reader, datab
     )
     _, text = await reader.get("/admin/?since=2026-01-01T11:00&until=2026-01-01T13:00")
     [data] = re.findall(r'id="chart-failed" data-chart="([^"]*)"', text)
-    series = [(each["name"], sum(each["values"])) for each in json.loads(html.unescape(data))["series"]]
-    assert series[0] == (f"{code} (400)", 3)
+    chart = json.loads(html.unescape(data))
+    assert chart["unit"] == "requests per hour"
+    series = [(each["name"], sum(each["values"])) for each in chart["series"]]
+    assert series[0] == ("invalid request error (400)", 3)
     assert set(series[1:4]) == {
-        (f"{code} (404)", 2),
-        (f"{code} (admitted)", 2),
-        ("rate_limit_exceeded (tokens_per_minute)", 2),
+        ("invalid request error (404)", 2),
+        ("invalid request error (after admission)", 2),
+        ("tokens per minute", 2),
     }
-    assert [name for name, _ in series[4:8]] == [each.code for each in others[:4]]
+    assert [name for name, _ in series[4:8]] == [each.code.replace("_", " ") for each in others[:4]]
     assert series[8:] == [("6 others", 6)]
+
+
+@pytest.mark.parametrize(("period", "step"), [("1h", "minute"), ("24h", "15 minutes"), ("30d", "day")])
+async def test_reasons_that_share_a_limit_have_their_codes_and_the_unit_has_the_step(
+    reader: Reader, database: Database, period: str, step: str
+):
+    codes, at = ("rate_limit_exceeded", "insufficient_quota"), datetime.now(UTC) - timedelta(minutes=5)
+    await fill(database, *(refused(i, at=at, code=code) for i, code in enumerate(codes)))
+    _, text = await reader.get(f"/admin/?period={period}")
+    [data] = re.findall(r'id="chart-failed" data-chart="([^"]*)"', text)
+    chart = json.loads(html.unescape(data))
+    assert chart["unit"] == f"requests per {step}"
+    assert {each["name"] for each in chart["series"]} == {
+        "tokens per minute (rate limit exceeded)",
+        "tokens per minute (insufficient quota)",
+    }
