@@ -38,6 +38,7 @@ def build_alerts(resources: Resources, records: Records, serving: Serving) -> Al
     sender = Sender(settings.key_pepper, mailer)
     fleet_events = FleetEvents(events, records.tenants, resources.metrics, serving.quarantine)
     serving.registry.on_mismatch = fleet_events.note_mismatch
+    serving.registry.on_death = fleet_events.deaths.note
     watch = Watch(
         events,
         Budgets(BudgetedTenants(database), Spending(database), records.changes),

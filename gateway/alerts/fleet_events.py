@@ -1,10 +1,11 @@
-"""Events of the fleet that only the process which saw them can record: mismatched receipts, and quarantines."""
+"""Events of the fleet that the processes which saw them record: deaths, mismatched receipts, and quarantines."""
 
 import hashlib
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from gateway.alerts.engine_deaths import EngineDeaths
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.failures.deaths import QuarantinePeriod
 from gateway.fleet.failures.quarantine import Quarantine
@@ -25,9 +26,13 @@ NAMES_AT_ONCE = 500
 
 
 class FleetEvents:
-    """Recorder of these events. Those that the database did not take are recorded at the next look."""
+    """Recorder of these events. Those that the database did not take are recorded at the next look.
+
+    deaths: the engines' deaths, which are also recorded between the looks.
+    """
 
     def __init__(self, events: Events, tenants: Tenants, metrics: Metrics, quarantine: Quarantine) -> None:
+        self.deaths = EngineDeaths(events)
         self._events = events
         self._tenants = tenants
         self._metrics = metrics
@@ -43,6 +48,7 @@ class FleetEvents:
 
     async def look(self) -> None:
         """Record the events since the last look. Raises Unavailable."""
+        await self.deaths.record()
         for each in sorted(self._mismatched):
             url, instance = each
             data = {"engine": url, "instance": instance}

@@ -16,6 +16,7 @@ TITLES = {
     "budget.soft": "{tenant} has reached its soft budget",
     "tenant.suspended": "{tenant} is suspended",
     "key.expiring": "An API key of {tenant} expires soon",
+    "engine.died": "The engine {engine} died{times}",
     "engine.down": "The engine {engine} is down",
     "engine.up": "The engine {engine} is up again",
     "engine.mismatch": "The engine {engine} answered with another adapter than the request's, and gets no requests",
@@ -31,6 +32,7 @@ TITLES = {
 def title(kind: str, tenant: str | None, data: Mapping[str, Any]) -> str:
     """Return one line about an event, its type if a later release recorded it. Control characters are left out."""
     values = {**data, "tenant": tenant or "the operators", "percent": round(100 * data.get("threshold", 1))}
+    values["times"] = f" {deaths} times" if (deaths := data.get("deaths", 1)) != 1 else ""
     text = TITLES.get(kind, kind).format_map(values)
     return "".join(character for character in text if character.isprintable())[:200]
 

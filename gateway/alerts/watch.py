@@ -50,7 +50,6 @@ class Watch:
         metrics: Metrics,
         engines: Callable[[], Sequence[EngineRecord]],
         fleet: FleetEvents,
-        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._events = events
         self._budgets = budgets
@@ -58,7 +57,6 @@ class Watch:
         self._metrics = metrics
         self._engines = engines
         self._fleet = fleet
-        self._look_seconds = look_seconds
         # (time.monotonic(), number of wrong keys so far) at each look of the last minute.
         self._wrong_keys: list[tuple[float, int]] = []
         self._leads = False
@@ -70,7 +68,7 @@ class Watch:
 
     async def running(self, _: object) -> AsyncIterator[None]:
         """Watch beside an application."""
-        async with running(self.run()):
+        async with running(self.run()), running(self._fleet.deaths.watch()):
             yield
         # Only this process has seen these events.
         try:
@@ -83,7 +81,7 @@ class Watch:
     async def run(self) -> None:
         """Look again and again, until cancelled. Run it as a task."""
         while True:
-            await asyncio.sleep(self._look_seconds)
+            await asyncio.sleep(LOOK_SECONDS)
             try:
                 await self.look()
             except Unavailable as error:

@@ -1,5 +1,5 @@
-"""Records that need an operator: budgets nearly spent, refusals by limits, keys about to expire, rejected adapters, and
-targets of events that fail.
+"""Records that need an operator: budgets nearly spent, refusals by limits, keys about to expire, rejected adapters,
+engines that died, and targets of events that fail.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import func, select
 
+from gateway.records.events.deaths import REPORTED, EngineDeaths, engines_that_died
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey, count_expiring_owners, expiring_keys
 from gateway.records.requests.refusal_report import RefusalReport, Refused
@@ -62,16 +63,21 @@ class More(NamedTuple):
     rejected: int = 0
     refused: int = 0
     targets: int = 0
+    deaths: int = 0
 
 
 class Concerns(NamedTuple):
-    """Records of all kinds, at most MAX_EACH of each, the most urgent first. refused: in the last REFUSAL."""
+    """Records of all kinds, at most MAX_EACH of each, the most urgent first.
+
+    refused: in the last REFUSAL. deaths: in the last REPORTED.
+    """
 
     budgets: list[Budget]
     keys: list[ExpiringKey]
     rejected: list[RejectedVersion]
     refused: list[Refused]
     targets: list[FailingTarget]
+    deaths: list[EngineDeaths]
     more: More = More()
 
 
@@ -94,14 +100,16 @@ class Attention:
         refused = await self._refusals.by_limit(now - REFUSAL, now)
         rejected, num_rejected = await self._rejected(now)
         targets, num_targets = await self._failing()
+        deaths = await engines_that_died(self._database, now - REPORTED)
         more = More(
             budgets=await _beyond(budgets, self._count_budgets),
             keys=await _beyond(keys, partial(count_expiring_owners, self._database, now, expiry, made_before=settled)),
             rejected=num_rejected - len(rejected),
             refused=max(0, len(refused) - MAX_EACH),
             targets=num_targets - len(targets),
+            deaths=max(0, len(deaths) - MAX_EACH),
         )
-        return Concerns(budgets, keys, rejected, refused[:MAX_EACH], targets, more)
+        return Concerns(budgets, keys, rejected, refused[:MAX_EACH], targets, deaths[:MAX_EACH], more)
 
     async def _count_budgets(self) -> int:
         criteria = TenantFilter(over_budget=BUDGET_PART, suspended=False)

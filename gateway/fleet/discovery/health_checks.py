@@ -8,7 +8,7 @@ from aiohttp import ClientResponseError, ClientSession
 
 from gateway.fleet.discovery.sleeping import Supervisors
 from gateway.fleet.engines.engine import EngineRecord
-from gateway.fleet.engines.health import Health, network_reason
+from gateway.fleet.engines.health import REFUSED, Health, is_refused, network_reason
 from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, STATE_ERRORS, EngineKind, Misconfigured, read_body
 from gateway.fleet.kinds.table import Kinds
 from gateway.records.bases.registry import Bases, NoBase
@@ -69,6 +69,8 @@ class HealthChecks:
                 self._find_base(engine)
             else:
                 engine.mark_down(f"{route} failed: {network_reason(error)}")
+                if is_refused(error) and engine.is_listed:
+                    engine.note_death(REFUSED)
         else:
             if answered == 200:
                 return True

@@ -60,6 +60,8 @@ class Registry:
         self._checks = checks
         # Called with an engine whose instance has died: it reports another one, or has ended and is no longer listed.
         self.on_end: Callable[[EngineRecord], None] = lambda _: None
+        # Called with an engine and the reason when its instance, which served requests, has died.
+        self.on_death: Callable[[EngineRecord, str], None] = lambda engine, reason: None
         # Called with an engine and the instance that answered with another adapter than the request's.
         self.on_mismatch: Callable[[EngineRecord, str | None], None] = lambda engine, instance: None
         self._engines: dict[str, EngineRecord] = {}
@@ -254,6 +256,7 @@ class Registry:
                     address,
                     slots=address.requests if address.traits.has_own_secret else DEFAULT_SLOTS,
                     on_end=self.on_end,
+                    on_death=self.on_death,
                     on_mismatch=self.on_mismatch,
                 )
                 self._engines[url].drained = self._drained.get(url)

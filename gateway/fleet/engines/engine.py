@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -132,7 +132,10 @@ class EngineRecord:
     is_listed: whether discovery lists it.
     is_ending: whether its instance is being stopped on purpose.
     base: id of its base model; None if it is not on record.
+    died_at: time of its last death that this process saw.
+    may_die: whether its present instance served requests and has not died.
     on_end: called when its instance has died.
+    on_death: called with the reason when an instance that served requests has died, before another one reports.
     on_mismatch: called with the instance of each answer with another adapter than the request's.
     """
 
@@ -156,7 +159,10 @@ class EngineRecord:
     is_listed: bool = True
     is_ending: bool = False
     base: str | None = FIRST
+    died_at: datetime | None = None
+    may_die: bool = False
     on_end: "Callable[[EngineRecord], None]" = lambda _: None
+    on_death: "Callable[[EngineRecord, str], None]" = lambda record, reason: None
     on_mismatch: "Callable[[EngineRecord, str | None], None]" = lambda record, instance: None
 
     @property
@@ -294,12 +300,20 @@ class EngineRecord:
         self.requests.forget_detached()
         self.is_ending = False
 
+    def note_death(self, reason: str) -> None:
+        """Report the death of the instance that served requests, once, unless its end is intended."""
+        if self.may_die and not (self.state.draining or self.is_ending or self.drained is not None):
+            self.died_at = datetime.now(UTC)
+            self.on_death(self, reason)
+        self.may_die = False
+
     def observe_state(self, state: EngineState, own: int) -> None:
         """Apply the engine's state, unless a newer one is known. own: this process's sequences there at the query."""
         self.read_at = time.monotonic()
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         if state.instance != self.state.instance:
+            self.note_death("another instance answers")
             self.note_end()
         self.last_other_processes_load = 0
         if state.readings is None or state.readings != self.state.readings:
@@ -349,6 +363,7 @@ class EngineRecord:
             # Earlier failures do not count against an engine that comes back.
             self.breaker = Breakers()
         self._change(Health.UP, "")
+        self.may_die = True
 
     def note_missed_check(self, reason: str) -> None:
         """Count an unanswered health check."""

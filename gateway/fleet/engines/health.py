@@ -11,6 +11,7 @@ from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientSSLErro
 MISSES_UNTIL_SILENT = 3
 # Longest time for which requests are held back because an engine may come back.
 COMES_BACK_SECONDS = 120.0
+REFUSED = "connection refused; no process listens at this address"
 
 
 class Health(StrEnum):
@@ -73,6 +74,11 @@ class Condition:
         return self.misses >= MISSES_UNTIL_SILENT
 
 
+def is_refused(error: BaseException) -> bool:
+    """Return whether a connection was refused: the host answers, and no process listens at the address."""
+    return isinstance(error, ClientConnectorError) and error.os_error.errno == errno.ECONNREFUSED
+
+
 def network_reason(error: BaseException) -> str:
     """Return the reason for a failed connection or call, without the engine's address."""
     if isinstance(error, ClientConnectorDNSError):
@@ -80,9 +86,9 @@ def network_reason(error: BaseException) -> str:
     if isinstance(error, ClientSSLError):
         return "the TLS handshake failed"
     if isinstance(error, ClientConnectorError):
+        if is_refused(error):
+            return REFUSED
         cause = error.os_error
-        if cause.errno == errno.ECONNREFUSED:
-            return "connection refused; no process listens at this address"
         return f"it cannot be reached: {cause.strerror or type(cause).__name__}"
     if isinstance(error, ServerDisconnectedError | ConnectionError):
         return "it closed the connection"

@@ -28,7 +28,9 @@ MAX_POINTS = 240
 
 
 class EngineRow(NamedTuple):
-    """An engine in the table. base: the name of its base model; None if it is not on record."""
+    """An engine in the table. base: the name of its base model; None if it is not on record. died_at: as in
+    `EngineRecord`.
+    """
 
     view: EngineView
     base: str | None
@@ -47,6 +49,7 @@ class EngineRow(NamedTuple):
     evictions: int | None
     preemptions: int | None
     drained: bool
+    died_at: datetime | None
 
     @property
     def url(self) -> str:
@@ -72,7 +75,10 @@ COLUMNS = (
 )
 CSV_COLUMNS = (
     *COLUMNS[:-1],
-    *(Column(key, key) for key in ("base", "kind", "version", "slots", "evictions", "preemptions", "drained")),
+    *(
+        Column(key, key)
+        for key in ("base", "kind", "version", "slots", "evictions", "preemptions", "drained", "died_at")
+    ),
 )
 HISTORY_COLUMNS = (Column("at", "When"), Column("state", "State"), Column("reason", "Reason"))
 
@@ -222,6 +228,7 @@ class EnginePages:
             evictions=reported.get("adapter_evictions"),
             preemptions=reported.get("preemptions"),
             drained=engine.drained is not None,
+            died_at=engine.died_at,
         )
 
 

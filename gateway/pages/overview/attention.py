@@ -77,7 +77,7 @@ class Needs:
         self._records = records
         self._ledger = ledger
         self._money = money
-        self._concerns = Concerns([], [], [], [], [])
+        self._concerns = Concerns([], [], [], [], [], [])
         self._read_at = 0.0
 
     async def entries(self, status: Status, *, may_bill: bool = True) -> list[Entry]:
@@ -92,7 +92,7 @@ class Needs:
                 self._concerns = await self._records.read()
             except Unavailable:
                 self._read_at = 0.0
-        found = [*self._of_memory(status), *self._of_records(may_bill)]
+        found = [*self._of_memory(status), *self._of_deaths(status), *self._of_records(may_bill)]
         return sorted(found, key=lambda entry: ("bad", "warn", "good").index(entry.level))
 
     def _of_memory(self, status: Status) -> list[Entry]:
@@ -107,9 +107,8 @@ class Needs:
         ]
         away = sorted((each for each in status.engines if each.level != "good"), key=lambda each: each.level != "bad")
         for engine in away[:MAX_ENGINES]:
-            act = ("Show the engine", f"/admin/engines/one?{urlencode({'url': engine.url})}")
             text = Markup("Engine {} is {}: {}.").format(engine.url, engine.state, engine.reason.rstrip("."))
-            found.append(Entry(engine.level, text, act))
+            found.append(Entry(engine.level, text, _engine_act(engine.url)))
         if others := away[MAX_ENGINES:]:
             text = f"{counted(len(others), 'more engine')} cannot be used, or not fully."
             found.append(Entry(others[0].level, text, ENGINES))
@@ -122,6 +121,20 @@ class Needs:
         if self._ledger.rejected:
             text = f"The database refused {self._ledger.rejected:,} usage rows; they are missing in usage and cost."
             found.append(Entry("bad", text, ("Show the rows", "/admin/settings?tab=rejected")))
+        return found
+
+    def _of_deaths(self, status: Status) -> list[Entry]:
+        engines = {engine.url: engine for engine in status.engines}
+        found = []
+        for died in self._concerns.deaths:
+            engine = engines.get(died.engine)
+            times = "once" if died.deaths == 1 else f"{died.deaths:,} times"
+            last = "" if died.deaths == 1 else "last "
+            text = f"Engine {died.engine} died {times} in the last hour, {last}at {died.last_at:%H:%M:%S} UTC"
+            if engine is not None and engine.state == "up" and engine.since >= died.last_at:
+                text += f"; it runs again since {engine.since:%H:%M:%S} UTC"
+            act = ENGINES if engine is None else _engine_act(died.engine)
+            found.append(Entry("warn", f"{text}.", act))
         return found
 
     def _of_records(self, may_bill: bool) -> list[Entry]:
@@ -177,9 +190,14 @@ class Needs:
             (more.refused, f"{counted(more.refused, 'more limit')} refused requests in the last hour.", REFUSALS),
             (more.keys, f"Keys of {counted(more.keys, 'more owner')} expire in the next {EXPIRY.days} days.", KEYS),
             (more.rejected, f"{counted(more.rejected, 'more tenant')} had uploads rejected in the last day.", REJECTED),
+            (more.deaths, f"{counted(more.deaths, 'more engine')} died in the last hour.", ENGINES),
             (more.targets, f"Events do not reach {counted(more.targets, 'more target')}.", TARGETS),
         )
         return [Entry("warn", text, act) for number, text, act in entries if number]
+
+
+def _engine_act(url: str) -> tuple[str, str]:
+    return "Show the engine", f"/admin/engines/one?{urlencode({'url': url})}"
 
 
 def counted(number: int, what: str) -> str:

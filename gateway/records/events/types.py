@@ -12,6 +12,8 @@ EventType = Literal[
     "tenant.suspended",
     # A key expires within 7 days.
     "key.expiring",
+    # An engine died without a drain.
+    "engine.died",
     "engine.down",
     "engine.up",
     # An engine answered with another adapter than the request's.

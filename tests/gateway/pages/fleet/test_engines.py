@@ -90,7 +90,7 @@ async def test_every_figure_of_an_engine_is_shown(gateway: Gateway, upstream: Up
         **{"url": upstream.url, "state": "up", "base": "base", "kind": "loraplex", "version": "1.2"},
         **{"running": "3", "waiting": "7", "slots": "8", "tokens": "200.0", "kv_used": "0.25", "hits": "0.4"},
         **{"pages_used": "0.6", "resident": "1", "loads": "12", "evictions": "4", "preemptions": "2"},
-        "drained": "false",
+        **{"drained": "false", "died_at": ""},
     }
     tiles = re.findall(r'<div class="tile">(.*?)</div>', one, re.DOTALL)
     assert [plain(each).removesuffix(" –") for each in tiles] == [

@@ -13,6 +13,7 @@ from gateway.fleet.engines.health import Health as EngineHealth
 from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
 from gateway.records.attention import Budget, Concerns, FailingTarget, More, RejectedVersion
+from gateway.records.events.deaths import EngineDeaths
 from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey
 from gateway.records.requests.refusal_report import Refused
@@ -69,7 +70,8 @@ class Records:
             rejected=[RejectedVersion("acme", "pirate", 2, at)],
             refused=[Refused("requests_per_minute", 3, ["acme"])],
             targets=[FailingTarget("pager", None, 5, "answered 500")],
-            more=More(budgets=1, keys=2, rejected=3, refused=4, targets=1000),
+            deaths=[EngineDeaths("http://gone:1", 3, at)],
+            more=More(budgets=1, keys=2, rejected=3, refused=4, targets=1000, deaths=5),
         )
 
 
@@ -80,14 +82,15 @@ async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gat
     world.queues.waiting, world.queues.longest_wait = 9, 60.0
     needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
     entries = await needs.entries(world.strip.read())
-    # Parts; engines and their others; queue, two of the ledger, budget, limit, two keys, version, target; five others.
-    assert len(entries) == len(TITLES) + 1 + attention.MAX_ENGINES + 1 + 9 + 5
+    # Parts; engines and their others; queue, two of the ledger, death, budget, limit, two keys, version, target; six.
+    assert len(entries) == len(TITLES) + 1 + attention.MAX_ENGINES + 1 + 10 + 6
     assert [entry.text for entry in entries if "more " in entry.text and "this tenant" not in entry.text] == [
         "2 more engines cannot be used, or not fully.",
         "1 more tenant spent at least 80 % of a budget.",
         "4 more limits refused requests in the last hour.",
         "Keys of 2 more owners expire in the next 7 days.",
         "3 more tenants had uploads rejected in the last day.",
+        "5 more engines died in the last hour.",
         "Events do not reach 1,000 more targets.",
     ]
     async with gateway.browser() as browser:

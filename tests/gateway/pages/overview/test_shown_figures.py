@@ -32,7 +32,7 @@ class Nothing:
     waiting = rejected = 0
 
     async def read(self) -> Concerns:
-        return Concerns([], [], [], [], [])
+        return Concerns([], [], [], [], [], [])
 
 
 @pytest.fixture
