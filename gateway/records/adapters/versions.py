@@ -139,6 +139,7 @@ class Versions:
             empty = {"digest": "", "rank": 0, "num_bytes": 0, "state": "rejected"}
             await connection.execute(insert(adapter_versions).values(**row, **empty))
             await _sweep_refused(connection, tenant.id)
+            await _report_rejection(connection, tenant, version_name(name, number))
 
     async def set_state(
         self, tenant: Tenant, name: str, version: int, state: State, actor: str, reasons: Sequence[Reason] = ()

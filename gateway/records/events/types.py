@@ -18,7 +18,7 @@ EventType = Literal[
     "engine.up",
     # An engine answered with another adapter than the request's.
     "engine.mismatch",
-    # An engine's probe refused a version of an adapter.
+    # The check of an upload or an engine's probe refused a version of an adapter.
     "adapter.rejected",
     # Engines died with a request, an adapter or several requests of a tenant, which are refused for a time.
     "request.quarantined",

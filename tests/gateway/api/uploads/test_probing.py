@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from gateway.api.adapters.probes import changes
 from gateway.api.uploads import validating
+from gateway.records.events.events import MAX_PER_HOUR
 from gateway.records.version_state import READY
 from loraplex.cli import main
 from testing.adapter_files import upload_form
@@ -66,6 +67,24 @@ def form(folder: Path, name: str = "pirate", seed: int = 1, b_factor: float = 1.
 
 async def versions(client: Client) -> list[dict[str, Any]]:
     return (await client.get("/v1/adapters/pirate/versions")).json["data"]
+
+
+async def test_a_rejection_is_an_event_by_the_check_as_by_the_probe(probing: Gateway, tmp_path: Path):
+    """Only a rejection by the probe was an event. Each kind is limited in number for a tenant."""
+    acme, globex = await probing.tenant("acme"), await probing.tenant("globex")
+    form(tmp_path, seed=2)
+    broken = tmp_path / "pirate-2-1.0"
+    weights = broken / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert (await acme.call("POST", "/v1/adapters", data=form(tmp_path, seed=3, b_factor=0.0))).status == 400
+    for _ in range(MAX_PER_HOUR + 1):
+        assert (await acme.call("POST", "/v1/adapters", data=upload_form(broken, "pirate"))).status == 400
+    assert (await globex.call("POST", "/v1/adapters", data=upload_form(broken, "pirate"))).status == 400
+    found = (await probing.admin.get("/admin/api/events?type=adapter.rejected")).json["data"]
+    assert [(each["tenant"], each["data"]) for each in found] == [
+        ("globex", {"adapter": "pirate@1"}),
+        *(("acme", {"adapter": f"pirate@{version}"}) for version in range(MAX_PER_HOUR, 0, -1)),
+    ]
 
 
 async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str, tmp_path: Path):
