@@ -105,8 +105,8 @@ async def build(settings: Settings) -> Gateway:
     """Return a gateway. Raises SettingsError, which names every model folder, store or option that cannot be used."""
     resources = await open_resources(settings)
     records = build_records(resources)
-    billing = build_billing(resources, records.bases)
     serving = build_serving(resources, records.bases, records.changes)
+    billing = build_billing(resources, records.bases, serving.fairness)
     metrics, drain, body_memory = resources.metrics, Drain(), BodyMemory(settings.body_memory_bytes)
     watch_parts(metrics, billing, serving, body_memory)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)

@@ -188,7 +188,7 @@ def build_records(resources: Resources) -> Records:
     )
 
 
-def build_billing(resources: Resources, bases: Bases) -> Billing:
+def build_billing(resources: Resources, bases: Bases, fairness: Fairness) -> Billing:
     """Return the limits, the ledger, and the accounts that use both."""
     settings, redis, database = resources.settings, resources.redis, resources.database
     folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
@@ -206,7 +206,9 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
         settings.redis_check,
     )
     usage_logs = UsageLogClient(resources.session, settings.internal_token)
-    return Billing(quota, stream, ledger, usage_logs, Accounting(quota, ledger, resources.metrics, usage_logs))
+    accounting = Accounting(quota, ledger, resources.metrics, usage_logs)
+    accounting.on_start = lambda principal, seconds: fairness.note_start(principal.tenant, seconds)
+    return Billing(quota, stream, ledger, usage_logs, accounting)
 
 
 def _connect_quarantine(registry: Registry, quarantine: Quarantine) -> None:

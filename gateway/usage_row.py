@@ -22,7 +22,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     surcharge: the tokens of the token rates beyond prompt and completion.
     version: the adapter's version; None for the base model and for mixtures.
     admission_ms: time until the reservation.
-    queue_ms: wait for an engine after the reservation.
+    queue_ms: wait after the reservation in the gateway's queue, and in that of an engine of ours that began to answer.
     reserved_tokens: number reserved in the token rates.
     end_user: the request's `user`, as `shown_user` returns it.
     error_code: error code of a failed request.

@@ -38,6 +38,8 @@ class GenerationProgress(Struct):
     adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
     step. ended_by_allowance: present only if the request ended because it reached the gateway's allowance.
     finish_reason: the last choice's, present only in a whole answer, so that the gateway need not read the choices.
+    queue_ms: wait in the engine's queue before the first step, present only in a stream's first events and in a whole
+    answer.
     """
 
     completion_tokens: int
@@ -46,6 +48,7 @@ class GenerationProgress(Struct):
     adapter_digest: str | None = None
     ended_by_allowance: bool | UnsetType = UNSET
     finish_reason: str | UnsetType | None = UNSET
+    queue_ms: int | UnsetType = UNSET
 
 
 class CompletionLogprobs(Struct):

@@ -19,6 +19,11 @@ class Phases:
     prefill: float | None = None
     decode: float | None = None
 
+    @property
+    def queue_ms(self) -> int | None:
+        """Return the wait before the work on the prompt began, None before the first token."""
+        return None if self.prefill is None else max(0, round(1000 * (self.prefill - self.queue)))
+
     def first_token(self, prefill: float | None) -> None:
         """Record the first token of one sequence, now."""
         if self.decode is None:

@@ -79,7 +79,7 @@ class Run:
         self._choices = body.n or 1
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._slot: UsageSlot | None = None
-        self._phases = Phases()
+        self._phases, self._queue_is_reported = Phases(), False
         self._reason = "abort"
         self._by_allowance = False
         include_stop = bool(body.include_stop_str_in_output)
@@ -313,7 +313,12 @@ class Run:
         return {} if served is None else {RECEIPT_HEADER: served}
 
     def _progress_if_internal(self) -> GenerationProgress | msgspec.UnsetType:
-        return self._progress() if self._internal else UNSET
+        if not self._internal:
+            return UNSET
+        progress = self._progress()
+        if not self._queue_is_reported and (milliseconds := self._phases.queue_ms) is not None:
+            progress.queue_ms, self._queue_is_reported = milliseconds, True
+        return progress
 
     def _usage(self) -> Usage:
         done = self._progress()

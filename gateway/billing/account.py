@@ -13,6 +13,7 @@ from gateway.billing.count_limits import CountLimits
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.inference_request import InferenceRequest
 from gateway.billing.ledger import Ledger
+from gateway.billing.queue_times import QueueTimes
 from gateway.billing.rate_end import RateEnd
 from gateway.billing.targets import is_met, target_of
 from gateway.billing.usage_log_client import UsageLogClient
@@ -56,12 +57,9 @@ class Account:
         arrived: float,
         base: str | None = None,
     ) -> None:
-        self.principal = principal
-        self.reservation = reservation
-        self.endpoint = endpoint
-        self.model = model
-        self.price = price
-        self.base = base
+        self.principal, self.reservation = principal, reservation
+        self.endpoint, self.model = endpoint, model
+        self.price, self.base = price, base
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.choices, self.is_whole = asked.choices, not asked.stream
@@ -86,7 +84,7 @@ class Account:
         # Code of the error sent to the client, and whether the client's request caused it (`is_clients_cause`).
         self.error_code: str | None = None
         self.is_clients_cause = False
-        self._queue_seconds: float | None = None
+        self.queue_times = QueueTimes()
         # The tokens of the usage row, once the account is closed.
         self.billed: Used | None = None
         self.settlement: asyncio.Task[None] | None = None
@@ -134,8 +132,8 @@ class Account:
         return is_met(self.target, self.ending, self.first_token_seconds, time.monotonic() - self.arrived)
 
     def queued(self, seconds: float) -> None:
-        """Record the wait for an engine."""
-        self._queue_seconds = seconds
+        """Record the wait in the gateway's queue."""
+        self.queue_times.gateway = seconds
 
     def failed(self, code: str) -> None:
         """Record the code of the request's error. Only the first call has an effect."""
@@ -185,6 +183,7 @@ class Account:
     def _observe(self, event: Fields) -> None:
         # Only our engines report their progress.
         progress = decode_progress(event) if self.used_engines.remembers else None
+        self.queue_times.observe(None if progress is None else progress.queue_seconds)
         reason = None if progress is None else progress.finish_reason
         # Our engine says the reason of a whole answer, whose choices may be large.
         choices = [Choice(finish_reason=reason)] if isinstance(reason, str) else decode_choices(event)
@@ -249,7 +248,7 @@ class Account:
             surcharge=charged.surcharge,
             version=self.model.version,
             admission_ms=round((self._admitted - self.arrived) * 1000),
-            queue_ms=None if self._queue_seconds is None else round(self._queue_seconds * 1000),
+            queue_ms=self.queue_times.milliseconds,
             reserved_tokens=self.reservation.tokens,
             end_user=self.end_user,
             error_code=self.error_code,
@@ -272,10 +271,10 @@ class Accounting:
     """Accounts of this process. Background tasks close them, so that the cancellation of a handler cannot stop it."""
 
     def __init__(self, quota: Quota, ledger: Ledger, metrics: Metrics, usage_logs: UsageLogClient) -> None:
-        self._quota = quota
-        self._usage_logs = usage_logs
-        self._ledger = ledger
-        self._metrics = metrics
+        self._quota, self._usage_logs = quota, usage_logs
+        self._ledger, self._metrics = ledger, metrics
+        # Called once for each request with its wait in seconds, when an engine has begun to answer it.
+        self.on_start: Callable[[TenantPrincipal, float], None] = lambda *_: None
         self._speeds = Speeds()
         self._outage = Outage(log, "settling requests")
         self._closing: set[asyncio.Task[None]] = set()
@@ -289,6 +288,7 @@ class Accounting:
     def open(self, account: Account) -> Iterator[Account]:
         """Close the account at the end of the block, however it ends. Redis receives the progress during the block."""
         account.on_progress = self._quota.progress
+        account.queue_times.on_start = lambda seconds: self.on_start(account.principal, seconds)
         try:
             yield account
         except (asyncio.CancelledError, ClientGone):

@@ -50,7 +50,7 @@ class AttemptLog(Protocol):
         """Return the tokens that the engine of the last `sent` has computed, by its reports."""
 
     def queued(self, seconds: float) -> None:
-        """Record the wait for an engine, even if the request got none."""
+        """Record the wait in the gateway's queue, even if the request got no engine."""
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Note that the request is sent to the engine. The last engine noted serves the request."""

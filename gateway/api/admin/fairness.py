@@ -27,7 +27,7 @@ class JainIndex(Struct, frozen=True, kw_only=True):
 
 
 class QueueWaits(Struct, frozen=True, kw_only=True):
-    """Waits of all tenants, in seconds. p50, p95: percentiles of the waits of requests admitted in the last hour.
+    """Waits of all tenants, in seconds. p50, p95: percentiles of the waits that ended in the last hour.
     waiting: requests that wait now, in this gateway process and on the engines. waiting_on_engines: those on the
     engines, from all gateways; null if no engine reports it. oldest: the longest wait of these so far, 0 if none waits,
     null if it is not known.

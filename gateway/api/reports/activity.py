@@ -18,7 +18,7 @@ ActivitySums: Any = priced_struct(
     "ActivitySums",
     Sums,
     'Sums of admitted requests. failed: those that did not end as "ok" or "cancelled". queue_ms: the sum of the waits '
-    "for an engine. ttft, latency: null without a request that has it.",
+    "in queues. ttft, latency: null without a request that has it.",
 )
 
 

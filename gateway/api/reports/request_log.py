@@ -21,7 +21,7 @@ OPERATORS = ("engine", "tenant_id")
 # Types of the fields that only the story of one request has.
 _STORY: dict[str, Any] = {"object": Literal["request"], "currency": str, "steps": list[Step]}
 _TIMES = (
-    "Times are in ms from the request's arrival, except `queue_ms`, the wait for an engine after the admission. "
+    "Times are in ms from the request's arrival, except `queue_ms`, the wait in queues after the admission. "
     "key: label of the key `key_id`; null if it is gone. code: the error's."
 )
 LoggedRequest: Any = priced_struct("LoggedRequest", LogEntry, f"A request. {_TIMES}")

@@ -155,6 +155,13 @@ class ReportedProgress(msgspec.Struct):
     adapter_digest: Any = None
     ended_by_allowance: Any = None
     finish_reason: Any = None
+    queue_ms: Any = None
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """Return the wait in the engine's queue; None if the engine sends none, or one that no request can have."""
+        is_valid = type(self.queue_ms) is int and 0 <= self.queue_ms <= MAX_TOKENS
+        return self.queue_ms / 1000 if is_valid else None
 
     @property
     def usage(self) -> "Usage":

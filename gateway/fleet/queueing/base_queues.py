@@ -5,7 +5,7 @@ All queues share the tenants' counters, so a tenant has one share over all bases
 
 from collections.abc import Callable
 
-from gateway.fleet.queueing.queue import Capacity, Place, RequestQueue, TenantPlaces
+from gateway.fleet.queueing.queue import Capacity, RequestQueue, TenantPlaces
 from gateway.fleet.queueing.service_counters import ServiceCounters
 
 
@@ -26,9 +26,8 @@ class BaseQueues:
         self._counters = counters
         self._limits = max_waiting, max_seconds
         self._queues: dict[str, RequestQueue] = {}
-        # Callbacks with the meaning of those of `RequestQueue`.
+        # Callback with the meaning of that of `RequestQueue`.
         self.observe_wait: Callable[[float], None] = lambda _: None
-        self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 
     def of(self, base: str) -> RequestQueue:
         """Return the queue of a base model. base: its id."""
@@ -36,14 +35,10 @@ class BaseQueues:
         if queue is None:
             queue = self._queues[base] = RequestQueue(lambda: self._capacity(base), self._counters, *self._limits)
             queue.observe_wait = self._observe_wait
-            queue.observe_admission = self._observe_admission
         return queue
 
     def _observe_wait(self, seconds: float) -> None:
         self.observe_wait(seconds)
-
-    def _observe_admission(self, place: Place, seconds: float) -> None:
-        self.observe_admission(place, seconds)
 
     @property
     def inside(self) -> int:

@@ -11,14 +11,17 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.fleet.engines.engine import EngineRecord
 from gateway.fleet.queueing.base_queues import BaseQueues
-from gateway.fleet.queueing.queue import Place, TenantPlaces
+from gateway.fleet.queueing.queue import TenantPlaces
 from gateway.fleet.queueing.service_counters import ServiceCounters
 from gateway.fleet.queueing.waits import EngineQueues, Waits
 from wire.bounded_dict import BoundedDict
+
+if TYPE_CHECKING:
+    from gateway.records.tenants.tenants import Tenant
 
 SAMPLE_SECONDS = 5.0
 # Number of samples in the last minute, of samples in a point of the curves, and of points in an hour.
@@ -46,8 +49,9 @@ class TenantFairness(NamedTuple):
     """Fairness of a tenant.
 
     waiting: its waiting requests, in this gateway process and on the engines; see `Waits` for the parts and `oldest`.
-    p50, p95: waits of its requests that were admitted in the last hour. Times in seconds. service: its counter, in cost
-    units per weight, over all gateways; None without requests.
+    p50, p95: waits of its requests that engines began to answer in the last hour, in the gateway's queue and, as far as
+    engines report it, in theirs. Times in seconds. service: its counter, in cost units per weight, over all gateways;
+    None without requests.
     """
 
     tenant: str
@@ -118,7 +122,7 @@ class _Known(NamedTuple):
 
 
 class Fairness:
-    """Samples of one gateway process. The queue calls it for each addition of service and each admission."""
+    """Samples of one gateway process. It is called for each addition of service, and for each start of an answer."""
 
     def __init__(
         self, queues: BaseQueues, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]
@@ -133,7 +137,6 @@ class Fairness:
         self._recent: deque[Sums] = deque(maxlen=NOW_SAMPLES)
         self.points: deque[Sums] = deque(maxlen=MAX_POINTS)
         counters.observe_service = self._add_service
-        queues.observe_admission = self._admit
 
     async def watch(self) -> None:
         """Take samples until cancelled. Run it as a task."""
@@ -141,6 +144,13 @@ class Fairness:
             await asyncio.sleep(SAMPLE_SECONDS)
             self._queues.count_service()
             self.sample()
+
+    def note_start(self, tenant: "Tenant", seconds: float) -> None:
+        """Note that an engine has begun to answer a request, which waited for these seconds in all queues."""
+        wait = (time.monotonic(), seconds)
+        self._waits.append(wait)
+        self._see(tenant.id, tenant.name, tenant.weight)
+        self._known[tenant.id].waits.append(wait)
 
     def sample(self) -> None:
         """Add a sample of the service since the last one."""
@@ -197,7 +207,7 @@ class Fairness:
         return EngineQueues(self._engines()).total(self._queues.waiting, self._queues.longest_wait)
 
     def wait_percentiles(self) -> tuple[float | None, float | None]:
-        """Return p50 and p95 of the last hour's admitted requests, at most ALL_WAITS of them, in seconds."""
+        """Return p50 and p95 of the last hour's waits, at most ALL_WAITS of them, in seconds."""
         return _percentiles(self._waits)
 
     def tenants(self) -> list[TenantFairness]:
@@ -253,12 +263,6 @@ class Fairness:
 
     def _add_service(self, tenant_id: str, service: float) -> None:
         self._service[tenant_id] = self._service.get(tenant_id, 0.0) + service
-
-    def _admit(self, place: Place, seconds: float) -> None:
-        wait = (time.monotonic(), seconds)
-        self._waits.append(wait)
-        self._see(place.tenant_id, place.tenant_name, place.weight)
-        self._known[place.tenant_id].waits.append(wait)
 
     def _see(self, tenant_id: str, name: str, weight: float) -> None:
         known = self._known.get(tenant_id)

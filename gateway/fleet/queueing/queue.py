@@ -187,8 +187,6 @@ class RequestQueue:
         self._seconds_inside = 1.0
         # Called with the wait of each admitted request, in seconds.
         self.observe_wait: Callable[[float], None] = _ignore
-        # Called with the place of each admitted request, and its wait in seconds.
-        self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 
     @property
     def inside(self) -> int:
@@ -210,7 +208,6 @@ class RequestQueue:
             await self._wait(place)
             place.entered = time.monotonic()
             self.observe_wait(place.entered - place.arrived_at)
-            self.observe_admission(place, place.entered - place.arrived_at)
             self._admitted.add(place)
             try:
                 yield

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("waiting_on_engines", "On engines", numeric=True,
            hint="Those of them that wait in the engines' queues, of all gateways; none: no engine reports it"),
     Column("oldest", "Longest", numeric=True, hint="Longest wait so far of one of them, in the queue that it is in"),
-    Column("p50", "Wait p50", numeric=True, hint="Waits of the requests admitted in the last hour"),
+    Column("p50", "Wait p50", numeric=True, hint="Waits that ended within an hour, in the gateway and on our engines"),
     Column("p95", "Wait p95", numeric=True),
     Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
 )  # fmt: skip

@@ -28,7 +28,7 @@ class Percentiles(msgspec.Struct, frozen=True):
 class Sums(msgspec.Struct, frozen=True, kw_only=True):
     """Sums of admitted requests. failed: those that did not end as "ok" or "cancelled". cost: micro-units.
 
-    ttft, latency: None without a request that has it. queue_ms: the sum of the waits for an engine.
+    ttft, latency: None without a request that has it. queue_ms: the sum of the waits in queues.
     """
 
     requests: int

@@ -61,7 +61,7 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A request. Times are in ms from its arrival, except `queue_ms`, the wait for an engine after the admission.
+    """A request. Times are in ms from its arrival, except `queue_ms`, the wait in queues after the admission.
 
     at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: a name
     in STATUSES. http_status, param, limit, address: set for a refused request only. code: the error's code. base: None
@@ -108,8 +108,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True):
     """Step of a request, in ms from its arrival.
 
-    name: "admission", "queue" (wait for an engine), "first token" (until it), "engine" (all of its work, if the first
-    token's time is unknown) or "answer".
+    name: "admission", "queue" (wait in the gateway's queue and the engine's), "first token" (until it), "engine" (all
+    of its work, if the first token's time is unknown) or "answer".
     """
 
     name: str

@@ -16,7 +16,6 @@ class World:
         self.rows: dict[str, tuple[float, int]] = {}
         self.counters = ServiceCounters()
         self.fairness = Fairness(self, self.counters, list)  # type: ignore[arg-type]
-        self.observe_admission: Any
 
     def tenants(self) -> dict[str, TenantPlaces]:
         return {
@@ -68,9 +67,9 @@ def test_the_history_is_bounded():
     for start in range(0, 5000, 500):
         world.rows = {str(i): (1.0, 1) for i in range(start, start + 500)}
         world.serve()
-    place = SimpleNamespace(tenant_id="0", tenant_name="zero", weight=1.0)
+    tenant: Any = SimpleNamespace(id="0", name="zero", weight=1.0)
     for _ in range(5000):
-        world.observe_admission(place, 0.5)
+        world.fairness.note_start(tenant, 0.5)
     assert len(world.fairness._known) <= fairness.MAX_KNOWN
     assert len(world.fairness._known["0"].waits) == fairness.TENANT_WAITS
     assert world.fairness.wait_percentiles() == (0.5, 0.5)

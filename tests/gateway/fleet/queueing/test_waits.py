@@ -97,6 +97,32 @@ async def test_requests_that_wait_on_an_engine_count_as_waiting(gateway: Gateway
         assert (shown["waiting"], shown["waiting_on_engines"]) == ("3", "2")
 
 
+async def test_a_wait_on_an_engine_is_in_the_waits_of_its_tenant_and_in_its_request(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    # The engine has seats for half of the streams, each of which takes at least 3 s.
+    async with streams(acme, 2 * SEATS, 30) as asked:
+        answers = await asyncio.gather(*asked)
+    assert {answer.status for answer in answers} == {200}
+    assert not any("loraplex" in event for answer in answers for event in answer.events)
+
+    async def rows() -> list[Any]:
+        return (await read(gateway, "fairness"))["data"]
+
+    async def requests() -> list[Any]:
+        found = (await read(gateway, "requests"))["data"]
+        return found if len(found) == len(answers) else []
+
+    await until(rows)
+    [row] = await rows()
+    assert row["p50"] < row["p95"]
+    assert 1 < row["p95"] < 60
+    assert (await read(gateway, "fairness"))["waits"]["p95"] == row["p95"]
+    await until(requests)
+    recorded = await requests()
+    assert sorted(each["queue_ms"] > 1000 for each in recorded) == [False] * SEATS + [True] * SEATS
+    assert all(each["admission_ms"] + each["queue_ms"] <= each["ttft_ms"] + 2 for each in recorded)
+
+
 def share(tenant: str, waiting: int, oldest: float) -> TenantFairShare:
     return TenantFairShare(tenant, 1.0, 0.0, 0, waiting, oldest, 0.0, 0.0)
 
