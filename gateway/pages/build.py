@@ -64,7 +64,7 @@ def build_pages(
             Live(frame, lambda request: request[VISITOR], still_valid, lambda: drain.begun),
             *build_login(frame, resources, records),
             *build_overview(frame, strip, resources, records, billing, activity, serving.history),
-            *build_fleet_pages(frame, resources, records, serving),
+            *build_fleet_pages(frame, resources, records, serving, activity),
             *build_tenant_pages(frame, records, billing.quota, activity, serving.fairness, settings),
             *build_money_pages(frame, resources, records),
             *build_request_pages(frame, resources, records),

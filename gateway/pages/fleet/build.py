@@ -10,13 +10,17 @@ from gateway.components import Records, Serving
 from gateway.pages.fleet.bases import BasePages
 from gateway.pages.fleet.engines import EnginePages
 from gateway.pages.fleet.fairness import FairnessPages
+from gateway.pages.fleet.first_tokens import FirstTokens
 from gateway.pages.frame.frame import Frame
+from gateway.records.activity.report import Activity
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.residency import Residency
 from gateway.resources import Resources
 
 
-def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serving: Serving) -> list[Any]:
+def build_fleet_pages(
+    frame: Frame, resources: Resources, records: Records, serving: Serving, activity: Activity
+) -> list[Any]:
     """Return the objects of these pages, and those of the JSON routes of engines."""
     registry, history = serving.registry, serving.history
     acts = AdminEngines(registry=registry, drains=serving.drains, audit=records.audit)
@@ -32,5 +36,5 @@ def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serv
             frame=frame, registry=registry, history=history, residents=residents, acts=acts, bases=records.bases
         ),
         FleetViews(registry=registry, history=history, residents=residents),
-        FairnessPages(frame=frame, fairness=serving.fairness),
+        FairnessPages(frame=frame, fairness=serving.fairness, first_tokens=FirstTokens(activity)),
     ]

@@ -1,6 +1,7 @@
 """`/admin/fairness` and `/admin/api/fairness`: the tenants' shares against their weights, waits and preemptions."""
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,8 +11,11 @@ from gateway.api.admin.fairness import describe_fairness, largest, share_curve
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
 from gateway.fleet.queueing.fairness import Fairness, TenantFairness
+from gateway.pages.fleet.first_tokens import FirstTokens
 from gateway.pages.frame.frame import Frame
 from gateway.pages.widgets.tables import ROWS, Column, csv_response, fill, read_second, read_table
+from gateway.records.activity.figures import Percentiles
+from gateway.records.activity.report import MAX_GROUPS
 
 STATES = {"waiting": "Waits", "behind": "Waits, below its share"}
 
@@ -30,6 +34,7 @@ COLUMNS = (
     Column("p95", "Wait p95", numeric=True),
     Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
 )  # fmt: skip
+TTFT_HINT = f"First tokens of its streams in the last hour; shown for the {MAX_GROUPS} tenants with most requests"
 PREEMPTIONS = (
     Column("tenant", "Requests of"),
     Column("by", "Gave way to"),
@@ -39,14 +44,17 @@ PREEMPTIONS = (
 
 
 class FairnessPages:
-    """Page and JSON route, both from the memory of this gateway process."""
+    """Page and JSON route, from the memory of this gateway process. The page also has times to first token."""
 
-    def __init__(self, *, frame: Frame, fairness: Fairness) -> None:
+    def __init__(self, *, frame: Frame, fairness: Fairness, first_tokens: FirstTokens) -> None:
         self._frame = frame
         self._fairness = fairness
+        self._first_tokens = first_tokens
 
     async def page(self, request: web.Request) -> web.Response:
-        table = read_table(request, "fairness", COLUMNS, "-now")
+        ttft = await self._first_tokens.by_tenant()
+        columns = _columns(ttft)
+        table = read_table(request, "fairness", columns, "-now")
         preemptions = read_second(request, "preemptions", PREEMPTIONS, "-number")
         state, wanted = request.query.get("state", ""), request.query.get("q", "").strip().lower()
         if state and state not in STATES:
@@ -56,7 +64,7 @@ class FairnessPages:
         if request.query.get("format") == "csv":
             if request.query.get("table") == "preemptions":
                 return csv_response("preemptions", PREEMPTIONS, self._fairness.preemptions())
-            return csv_response("fairness", COLUMNS, kept)
+            return csv_response("fairness", columns, kept)
         p50, p95 = self._fairness.wait_percentiles()
         return self._frame.render(
             request,
@@ -72,6 +80,7 @@ class FairnessPages:
             waits=self._fairness.waits(),
             p50=p50,
             p95=p95,
+            ttft=ttft,
             charts=self._charts(),
             preemptions=fill(preemptions, self._fairness.preemptions()[:ROWS]),
             since=datetime.fromtimestamp(self._fairness.since, UTC),
@@ -105,6 +114,20 @@ class FairnessPages:
                 {"times": times, "unit": "1 is fair", "series": [{"name": "index", "values": index}], "stacked": False},
             ),
         ]
+
+
+def _columns(ttft: Mapping[str, Percentiles]) -> tuple[Column, ...]:
+    """Return the columns with those of the time to first token, in ms. ttft: by the tenant's name."""
+
+    def column(name: str) -> Column:
+        return Column(
+            *(f"ttft_{name}_ms", f"TTFT {name}"),
+            numeric=True,
+            value=lambda row: getattr(ttft[row.tenant], name) if row.tenant in ttft else None,
+            hint=TTFT_HINT,
+        )
+
+    return (*COLUMNS, column("p50"), column("p95"))
 
 
 def _percent(value: float | None) -> float | None:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gateway.fleet.queueing.fairness import Fairness
-from gateway.records.activity.figures import ActivityReport
+from gateway.records.activity.figures import ActivityReport, Percentiles
 from gateway.records.activity.report import Activity, Scope
 from gateway.records.adapters.list import AdapterList, ListedAdapter, ListFilter
 from gateway.records.requests.log import LogEntry, LogFilter, RequestLog
@@ -30,6 +30,11 @@ class OverviewTab:
     requests: RequestLog
     adapters: AdapterList
     currency: str
+
+    async def first_token(self, tenant: Tenant) -> Percentiles | None:
+        """Return the times to first token of its streams in the last hour, in ms; None without a stream."""
+        since = datetime.now(UTC) - timedelta(hours=1)
+        return (await self.activity.report(since=since, scope=Scope(tenant_id=tenant.id))).total.ttft
 
     async def read(self, tenant: Tenant) -> dict[str, Any]:
         """Return the chart, the newest requests and the busiest adapters."""

@@ -84,6 +84,7 @@ class TenantPage:
             tightest=tightest_budget(tenant, month),
             period_words=PERIOD_WORDS,
             fairness=self._overview_tab.fairness.of(tenant.id),
+            ttft=await self._overview_tab.first_token(tenant),
             use_hint=USE_HINT,
             tab=tab,
             tabs=_tabs(request, tenant, tab),

@@ -1,6 +1,8 @@
 """Fairness in whole gateways before an engine double: shares of tenants that wait, the page, and the viewer's role."""
 
 import asyncio
+import csv
+import io
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.queueing import fairness
+from gateway.pages.fleet import first_tokens
 from testing.gateway.running import Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 
@@ -78,11 +81,32 @@ async def test_waiting_tenants_get_shares_by_their_weights(gateway: Gateway):
         assert now["waits"]["waiting"] == rows["one"]["waiting"] + rows["two"]["waiting"] > 0
         async with gateway.browser() as operator:
             page = (await operator.get("/admin/fairness?state=waiting")).body.decode()
-            csv = (await operator.get("/admin/fairness?format=csv")).body.decode()
+            table = (await operator.get("/admin/fairness?format=csv")).body.decode()
         assert 'href="/admin/tenants/two"' in page
         assert "Jain" in page
-        assert csv.splitlines()[0].startswith("tenant,weight,now,due")
-        assert len(csv.splitlines()) == 3
+        assert table.splitlines()[0].startswith("tenant,weight,now,due")
+        assert len(table.splitlines()) == 3
+
+
+async def test_the_page_shows_each_tenants_time_to_first_token(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(first_tokens, "FRESH_SECONDS", 0.0)
+    streams, whole = await gateway.tenant("streams"), await gateway.tenant("whole")
+    assert (await streams.complete(max_tokens=4, stream=True)).status == 200
+    assert (await whole.complete(max_tokens=4)).status == 200
+    async with gateway.browser() as operator:
+
+        async def shown() -> dict[str, str]:
+            answer = await operator.get("/admin/fairness?format=csv&sort=ttft_p95_ms")
+            rows = {row["tenant"]: row for row in csv.DictReader(io.StringIO(answer.body.decode()))}
+            return rows if rows.keys() == {"streams", "whole"} and rows["streams"]["ttft_p50_ms"] else {}
+
+        await until(shown)
+        rows = await shown()
+        assert 0 < float(rows["streams"]["ttft_p50_ms"]) <= float(rows["streams"]["ttft_p95_ms"])
+        assert (rows["whole"]["ttft_p50_ms"], rows["whole"]["ttft_p95_ms"]) == ("", "")
+        page = (await operator.get("/admin/fairness")).body.decode()
+    assert "TTFT p95" in page
+    assert len(re.findall(r"<td class=\"n\">[\d.]+ m?s</td>\s*<td class=\"n\">[\d.]+ m?s</td>\s*</tr>", page)) == 1
 
 
 async def test_a_tenant_alone_gets_everything_and_has_no_index(gateway: Gateway):

@@ -33,10 +33,11 @@ async def test_the_page_shows_the_tenant_at_a_glance(serve: Any, monkeypatch: py
         acme = await gateway.tenant("acme", budget_per_month=1_000_000)
         await gateway.admin.call("PUT", "/admin/api/prices/base", json={"input": 100_000_000, "output": 100_000_000})
         assert (await push(acme, "pirate", files(1))).status == 201
-        assert (await acme.complete(max_tokens=4)).status == 200
+        assert (await acme.complete(max_tokens=4, stream=True)).status == 200
         shown = {
             "share": r"Share, 1 h</span>\s*<span class=\"tile-value\">\d+ %.*?of \d+ % due",
             "wait": r"Wait p95</span>\s*<span class=\"tile-value\">[\d.]+ m?s",
+            "first token": r"TTFT p50, 1 h</span>\s*<span class=\"tile-value\">[\d.]+ m?s.*?p95 [\d.]+ m?s",
             "fairness": r'href="/admin/fairness\?q=acme"',
             "budget": r'class="budget">.*? of .*?this month.*?/admin/tenants/acme/budget',
             "chart": r"data-chart=\"[^\"]*base[^\"]*USD",
