@@ -213,6 +213,8 @@ def _values() -> dict[str, ColumnElement[Any]]:
         found[name] = func.count().filter(is_this)
     for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms", "ttft_ms", "latency_ms"):
         found[name] = func.coalesce(func.sum(usage.c[name]), 0)
+    for name, value in ((charts.LATENCY_MAX, usage.c.latency_ms), (charts.TTFT_MAX, usage.c.ttft_ms)):
+        found[name] = func.nullif(func.max(value), 0)
     for names, value in ((charts.LATENCY, usage.c.latency_ms), (charts.TTFT, usage.c.ttft_ms)):
         for name, low, high in zip(names, (None, *BOUNDS), (*BOUNDS, None), strict=True):
             within = [*([] if low is None else [value > low]), *([] if high is None else [value <= high])]
@@ -223,7 +225,7 @@ def _values() -> dict[str, ColumnElement[Any]]:
 def _day_of_hours(start: int) -> Insert:
     """Return the statement that inserts a day's sums from its hours'."""
     hours = ACTIVITY[HOUR]
-    sums = (func.sum(hours.c[name]) for name in COLUMNS)
+    sums = (getattr(func, charts.aggregate(name))(hours.c[name]) for name in COLUMNS)
     found = (
         select(hours.c.kind, literal(start, BigInteger), hours.c.series_id, *sums)
         .where(hours.c.kind.in_(KINDS), hours.c.start >= start, hours.c.start < start + DAY)

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from operator import add
 
 import msgspec
 from sqlalchemy import Table, text
@@ -16,12 +17,15 @@ from gateway.records.activity.tables import (
     BOUNDS,
     ENGINE,
     LATENCY,
+    LATENCY_MAX,
+    MAXIMA,
     MODEL,
     OWN_BASE,
     STATUSES,
     SUMMED,
     TENANT,
     TTFT,
+    TTFT_MAX,
     activity_series,
 )
 from gateway.usage_row import UsageRow
@@ -34,7 +38,9 @@ MAX_KNOWN = 50_000
 # Kinds whose sums belong to no tenant.
 SHARED = (ENGINE, BASE)
 
-COLUMNS = (*SUMMED, *LATENCY, *TTFT)
+COLUMNS = (*SUMMED, *LATENCY, *TTFT, *MAXIMA)
+# Columns before this one are summed; the maxima follow.
+_NUM_SUMMED = len(COLUMNS) - len(MAXIMA)
 _AT = {name: index for index, name in enumerate(COLUMNS)}
 _OF_STATUS = {status: _AT[status] for status in STATUSES}
 _TOKENS = tuple((_AT[name], name) for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "cost"))
@@ -114,6 +120,7 @@ def add_row(sums: Sums, series: dict[int, Series], row: UsageRow) -> None:
     ]
     if row.ttft_ms is not None:
         changes += [(_AT["ttft_ms"], row.ttft_ms), (_FIRST_TTFT + bisect_left(BOUNDS, row.ttft_ms), 1)]
+    maxima = ((_AT[LATENCY_MAX], row.latency_ms), (_AT[TTFT_MAX], row.ttft_ms or 0))
     for each in found:
         series[each.id] = each
         key = each.kind, start, each.id
@@ -122,6 +129,8 @@ def add_row(sums: Sums, series: dict[int, Series], row: UsageRow) -> None:
             values = sums[key] = [0] * len(COLUMNS)
         for index, amount in changes:
             values[index] += amount
+        for index, value in maxima:
+            values[index] = max(values[index], value)
 
 
 def series_of(tenant_id: str, tenant: str, model: str, engine: str | None, *, is_base: bool) -> list[Series]:
@@ -145,8 +154,13 @@ def coarser(sums: Sums, level: int) -> Sums:
     found: Sums = {}
     for (kind, start, series_id), values in sums.items():
         key = kind, start // level * level, series_id
-        found[key] = [a + b for a, b in zip(found[key], values, strict=True)] if key in found else values
+        found[key] = _joined(found[key], values) if key in found else values
     return found
+
+
+def _joined(one: list[int], other: list[int]) -> list[int]:
+    summed = map(add, one[:_NUM_SUMMED], other[:_NUM_SUMMED])
+    return [*summed, *map(max, one[_NUM_SUMMED:], other[_NUM_SUMMED:])]
 
 
 def _as_json(sums: Sums) -> str:
@@ -165,21 +179,24 @@ def _adding_on_postgresql(table: Table) -> str:
     values = ", ".join(f"COALESCE({name}, 0)" if name in SUMMED else name for name in table.c.keys())  # noqa: SIM118
     return (
         f"INSERT INTO {table.name} ({names}) SELECT {values} FROM jsonb_to_recordset(CAST(:rows AS jsonb)) "
-        f"AS row({columns}) ORDER BY kind, start, series_id {_merging(table)}"
+        f"AS row({columns}) ORDER BY kind, start, series_id {_merging(table, 'GREATEST')}"
     )
 
 
 def _adding_on_sqlite(table: Table) -> str:
     names = [*table.primary_key.columns.keys(), *COLUMNS]
-    values = ", ".join("?" if name not in (*LATENCY, *TTFT) else "NULLIF(?, 0)" for name in names)
-    return f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({values}) {_merging(table)}"
+    values = ", ".join("?" if name not in (*LATENCY, *TTFT, *MAXIMA) else "NULLIF(?, 0)" for name in names)
+    return f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({values}) {_merging(table, 'MAX')}"
 
 
-def _merging(table: Table) -> str:
-    """Return the clause that adds to an existing row. A bucket that stays empty stays NULL."""
+def _merging(table: Table, larger: str) -> str:
+    """Return the clause that adds to an existing row. A bucket that stays empty stays NULL.
+
+    larger: the dialect's function for the larger of two values.
+    """
     changes = []
     for name in COLUMNS:
         own, more = f"{table.name}.{name}", f"excluded.{name}"
-        both = f"{own} + {more}"
+        both = f"{larger}({own}, {more})" if name in MAXIMA else f"{own} + {more}"
         changes.append(f"{name} = {both if name in SUMMED else f'COALESCE({both}, {own}, {more})'}")
     return f"ON CONFLICT (kind, start, series_id) DO UPDATE SET {', '.join(changes)}"

@@ -1,24 +1,26 @@
 """Figures of activity: sums, percentiles and curves, as the API and the pages show them."""
 
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
 
-from gateway.records.activity.tables import BOUNDS, LATENCY, STATUSES, TTFT
+from gateway.records.activity.tables import BOUNDS, LATENCY, LATENCY_MAX, MAXIMA, STATUSES, TTFT, TTFT_MAX
 
 # Columns of groups' curves, and all columns of sums and percentiles.
 SHOWN = ("requests", *STATUSES, "prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms")
-COLUMNS = (*SHOWN, *LATENCY, *TTFT)
+COLUMNS = (*SHOWN, *LATENCY, *TTFT, *MAXIMA)
 Values = Mapping[str, int]
-"""Sums by column."""
+"""Sums and maxima by column."""
 
 
 QUANTILES = (0.5, 0.95, 0.99)
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Percentiles in ms, estimated from a histogram within its bucket."""
+    """Percentiles in ms. Each lies in the bucket of the exact one, and not above the largest value if that is known."""
 
     p50: float
     p95: float
@@ -126,8 +128,8 @@ def as_sums(values: Values) -> Sums:
         **{name: values.get(name, 0) for name in names},
         statuses={status: number for status, number in statuses.items() if number},
         failed=_failed(values),
-        ttft=percentiles([values.get(name, 0) for name in TTFT]),
-        latency=percentiles([values.get(name, 0) for name in LATENCY]),
+        ttft=_ttft(values),
+        latency=_latency(values),
     )
 
 
@@ -139,7 +141,8 @@ def added(every: Iterable[Values]) -> Values:
     total = dict.fromkeys(COLUMNS, 0)
     for values in every:
         for name in COLUMNS:
-            total[name] += values.get(name, 0)
+            value = values.get(name, 0)
+            total[name] = max(total[name], value) if name in MAXIMA else total[name] + value
     return total
 
 
@@ -153,8 +156,8 @@ def as_curve(starts: Sequence[int], by_step: Mapping[int, Values]) -> Curve:
 def as_times(starts: Sequence[int], by_step: Mapping[int, Values]) -> Times:
     found = [by_step.get(start) for start in starts]
     return Times(
-        ttft=[None if each is None else percentiles([each.get(name, 0) for name in TTFT]) for each in found],
-        latency=[None if each is None else percentiles([each.get(name, 0) for name in LATENCY]) for each in found],
+        ttft=[None if each is None else _ttft(each) for each in found],
+        latency=[None if each is None else _latency(each) for each in found],
     )
 
 
@@ -168,22 +171,37 @@ def rest_of(every: Curve, groups: Sequence[Curve]) -> Curve:
     return Curve(**fields)
 
 
-def percentiles(buckets: Sequence[int]) -> Percentiles | None:
+def _ttft(values: Values) -> Percentiles | None:
+    return percentiles([values.get(name, 0) for name in TTFT], values.get(TTFT_MAX, 0))
+
+
+def _latency(values: Values) -> Percentiles | None:
+    return percentiles([values.get(name, 0) for name in LATENCY], values.get(LATENCY_MAX, 0))
+
+
+def percentiles(buckets: Sequence[int], largest: int = 0) -> Percentiles | None:
     """Return percentiles of a histogram with the bounds BOUNDS, None if it is empty.
 
-    Values are taken to lie evenly within a bucket, and those beyond the last bound at this bound.
+    A percentile is the value of its nearest rank. The n values of a bucket are taken to lie evenly in it, the k-th at
+    (k - 0.5) / n, and those beyond the last bound at this bound. largest: the largest value, which ends the last bucket
+    with values; it is ignored if it is not in this bucket, because then not all values' maxima are known.
     """
     total = sum(buckets)
     if not total:
         return None
+    top = max(i for i, number in enumerate(buckets) if number)
+    is_known = bisect_left(BOUNDS, largest) == top and largest > 0
     found = []
     for quantile in QUANTILES:
-        left = quantile * total
+        rank = max(1, math.ceil(quantile * total - 1e-9))
+        if is_known and rank == total:
+            found.append(float(largest))
+            continue
         for i, number in enumerate(buckets):
-            if number and left <= number:
+            if rank <= number:
                 low = BOUNDS[i - 1] if i else 0
-                high = BOUNDS[min(i, len(BOUNDS) - 1)]
-                found.append(round(low + (high - low) * left / number, 1))
+                high = largest if is_known and i == top else BOUNDS[min(i, len(BOUNDS) - 1)]
+                found.append(round(low + (high - low) * (rank - 0.5) / number, 1))
                 break
-            left -= number
+            rank -= number
     return Percentiles(*found)

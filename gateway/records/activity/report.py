@@ -28,7 +28,7 @@ from gateway.records.activity.figures import (
     as_times,
     rest_of,
 )
-from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
+from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series, aggregate
 from gateway.records.concurrent_reads import together
 from gateway.records.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.requests.refusal_tables import refusal_counts
@@ -153,8 +153,7 @@ def _report(
     )
 
 
-# Sum of each column, by its name.
-_SUMMED = {name: f"sum({name}) AS {name}" for name in COLUMNS}
+_SUMMED = {name: f"{aggregate(name)}({name}) AS {name}" for name in COLUMNS}
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -247,7 +246,7 @@ async def _grouped(connection: AsyncConnection, scope: Scope, group_by: GroupBy)
 
 # Sums as `int_sum` makes them, of the subqueries ROWS. Made once: sixty sums take 10 ms of the event loop to build.
 _SUMS = {
-    name: literal_column(f"CAST(coalesce(sum({ROWS}.{name}), 0) AS BIGINT)", BigInteger).label(name)
+    name: literal_column(f"CAST(coalesce({aggregate(name)}({ROWS}.{name}), 0) AS BIGINT)", BigInteger).label(name)
     for name in (*COLUMNS, "requests")
 }
 

@@ -22,6 +22,8 @@ BOUNDS = (
 )
 LATENCY = tuple(f"latency_{i}" for i in range(len(BOUNDS) + 1))
 TTFT = tuple(f"ttft_{i}" for i in range(len(BOUNDS) + 1))
+# Largest values in ms. An earlier release writes none, so the maximum of a period may be NULL or too small.
+MAXIMA = LATENCY_MAX, TTFT_MAX = "latency_max", "ttft_max"
 
 # Series by an id that is the hash of kind, tenant and name, so that writers need no query for it. name: the model's or
 # the engine's URL; empty for a tenant, and for requests without an engine. tenant, tenant_id: empty for ENGINE, BASE.
@@ -39,6 +41,11 @@ activity_series = Table(
 )
 
 
+def aggregate(column: str) -> str:
+    """Return the name of the SQL function that joins a column's values of several rows."""
+    return "max" if column in MAXIMA else "sum"
+
+
 def _sums(name: str) -> Table:
     """Return a table of sums of `usage` by series and period, updated in the transactions of the rows.
 
@@ -51,7 +58,7 @@ def _sums(name: str) -> Table:
         Column("start", BigInteger, primary_key=True, autoincrement=False),
         Column("series_id", BigInteger, primary_key=True, autoincrement=False),
         *(Column(column, BigInteger, nullable=False) for column in SUMMED),
-        *(Column(column, Integer, nullable=True) for column in (*LATENCY, *TTFT)),
+        *(Column(column, Integer, nullable=True) for column in (*LATENCY, *TTFT, *MAXIMA)),
         Index(f"ix_{name}_series_id_start", "series_id", "start"),
         sqlite_with_rowid=False,
     )

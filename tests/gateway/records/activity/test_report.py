@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -242,17 +243,64 @@ async def test_a_period_in_the_past(activity: Activity):
     assert timedelta(0) <= report.until - until < timedelta(hours=1)
 
 
-def test_percentiles_lie_within_the_bucket_of_the_exact_ones():
-    assert percentiles([0] * 25) is None
-    values = sorted(random.Random(3).lognormvariate(6, 1.5) for _ in range(5000))
-    buckets = [0] * 25
-    for value in values:
-        buckets[sum(value > bound for bound in BOUNDS)] += 1
-    found = percentiles(buckets)
+CHANCE = np.random.default_rng(3)
+SAMPLES = {
+    **{f"log-normal {number}": CHANCE.lognormal(7, 1.5, number) for number in (2, 5, 60, 5000)},
+    "single": np.array([120_015]),
+    "far apart": np.array([40, 120_015]),
+    "above the last bound": np.array([301_000, 400_000]),
+    "mostly equal": np.array([121_000] * 50 + [264_000]),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+def test_percentiles_lie_in_the_bucket_of_the_exact_ones_and_not_above_the_largest(sample: Any):
+    """Some were at the end of their bucket: 264 s where no request took more than 120 s."""
+    values = np.ceil(sample)
+    buckets = np.bincount(np.searchsorted(BOUNDS, values), minlength=25).tolist()
+    found = percentiles(buckets, int(max(values)))
     assert found is not None
-    for quantile, estimate in zip((0.5, 0.95, 0.99), (found.p50, found.p95, found.p99), strict=True):
-        exact = values[round(quantile * len(values))]
-        assert abs(estimate - exact) < 0.1 * exact
+    for quantile, estimate in ((50, found.p50), (95, found.p95), (99, found.p99)):
+        exact = np.percentile(values, quantile, method="inverted_cdf")
+        assert np.searchsorted(BOUNDS, estimate) == np.searchsorted(BOUNDS, exact)
+        # Bounds are 2.5 times apart at most, in the range of these values.
+        assert estimate <= max(values)
+        assert 1 / 2.5 <= estimate / exact <= 2.5
+        if len(values) == 5000:
+            assert estimate == pytest.approx(exact, rel=0.1)
+        if quantile == 99 and len(values) < 100:
+            assert estimate == exact == max(values)
+
+
+def test_percentiles_without_the_largest_value_lie_in_their_bucket():
+    """A maximum below the last bucket is that of the rows of newer releases only."""
+    assert percentiles([0] * 25) is None
+    buckets = [0] * 22 + [10, 10, 0]
+    for largest in (0, 60_000, 120_000):
+        found = percentiles(buckets, largest)
+        assert found is not None
+        assert 60_000 < found.p50 < 120_000 < found.p95 <= found.p99 < 300_000
+        assert found == percentiles(buckets)
+
+
+@pytest.mark.parametrize("length", PERIODS, ids=str)
+async def test_no_percentile_is_above_the_longest_time(activity: Activity, length: timedelta):
+    report = await activity.report(since=NOW - length, group_by="tenant")
+    rows = in_period(ROWS, report)
+    sets = [(report.total, rows), (report.before, in_the_one_before(ROWS, report))]
+    sets += [(group.sums, [each for each in rows if each.tenant == group.name]) for group in report.groups]
+    starts = [each.timestamp() for each in report.starts]
+    for latency, start in zip(report.times.latency, starts, strict=True):
+        here = [each for each in rows if start <= each.created_at.timestamp() < start + report.step]
+        assert (latency is None) == (not here)
+        assert latency is None or latency.p50 <= latency.p99 <= max(each.latency_ms for each in here)
+    for figures, among in sets:
+        assert figures.latency is not None
+        assert figures.ttft is not None
+        exact = np.percentile([each.latency_ms for each in among], 99, method="inverted_cdf")
+        assert figures.latency.p99 <= max(each.latency_ms for each in among)
+        assert np.searchsorted(BOUNDS, figures.latency.p99) == np.searchsorted(BOUNDS, exact)
+        assert figures.ttft.p99 <= 30
 
 
 async def test_models_of_all_tenants_are_found_among_the_first_tenants(
