@@ -11,13 +11,21 @@ if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
 NO_ADAPTERS = "The available engines serve the base model only, no adapters."
+LOADING = "No engine is available to serve this request. One loads its model and will serve it then; try again shortly."
 ONLY_ADAPTERS = (
     "The available engines serve adapters only, because they may answer a base-model request with an adapter's weights."
 )
 
 
-def no_engine_error(available: Sequence[EngineRecord], model: "Model") -> NoEngine:
-    """Return the error of a request for the model that none of the available engines can serve."""
+def no_engine_error(engines: Sequence[EngineRecord], available: Sequence[EngineRecord], model: "Model") -> NoEngine:
+    """Return the error of a request for the model that none of the available engines of its base can serve.
+
+    engines: all of the base. An engine's load ends at an unknown time, so `Retry-After` stays short.
+    """
+    if not available and any(
+        each.condition.is_loading and each.drained is None and each.takes(model) for each in engines
+    ):
+        return NoEngine(LOADING)
     if not available or any(engine.takes(model) for engine in available):
         return NoEngine()
     if not any(engine.serves(model.binding) for engine in available):

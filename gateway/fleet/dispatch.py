@@ -310,7 +310,9 @@ class Dispatcher:
             is_for_good = isinstance(refusal.error, RankNotServed)
             if not is_for_good or not any(retry.may_serve(call, engine) for engine in fleet.engines):
                 return refusal
-        return EngineRefused(EngineDied() if retry.died else no_engine_error(fleet.available, call.model))
+        if retry.died:
+            return EngineRefused(EngineDied())
+        return EngineRefused(no_engine_error(fleet.engines, fleet.available, call.model))
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""

@@ -48,6 +48,8 @@ class Upstream:
     version: str | None = None
     base_digest: str | None = None
     healthy = True
+    # Status in the answer of its health route while it is not healthy.
+    health_status = ""
     draining = False
     # Requests of other gateways here, and the seats of its batch. With seats, it reports its own requests as running.
     running = 0
@@ -155,7 +157,7 @@ class Upstream:
 
     async def _health(self, _: web.Request) -> web.Response:
         await self._wait_out(lambda: self.mute)
-        return web.Response(status=200 if self.healthy else 503)
+        return web.Response() if self.healthy else web.json_response({"status": self.health_status}, status=503)
 
     async def _state(self, request: web.Request) -> web.StreamResponse:
         if request.headers["x-loraplex-internal-token"] != self.token:

@@ -17,8 +17,8 @@ from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
-# Status in the body of a health route.
-DRAINING = "draining"
+# Statuses in the body of a health route.
+DRAINING, LOADING = "draining", "loading"
 OUR_KEY = "it refuses the internal token; start it with this gateway's LORAPLEX_INTERNAL_TOKEN"
 ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_file= in LORAPLEX_ENGINES"
 
@@ -76,6 +76,7 @@ class HealthChecks:
                 return True
             reason = f"{route} answered {answered}" + (f" ({status})" if status else "")
             engine.mark_down(reason, Health.DRAINING if status == DRAINING else Health.DOWN)
+            engine.condition.is_loading = status == LOADING
         return False
 
     async def _ask_health(self, engine: EngineRecord, kind: EngineKind) -> tuple[int, str]:

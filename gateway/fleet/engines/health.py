@@ -36,13 +36,15 @@ class Condition:
     """An engine's health, as its health checks have shown it.
 
     reason: its cause and the remedy, if there is one; "" while the engine is up. since: time (monotonic) of the last
-    change of health. misses: unanswered health checks in a row.
+    change of health. misses: unanswered health checks in a row. is_loading: whether the engine said at its last check
+    that it loads its model.
     """
 
     health: Health = Health.UNKNOWN
     reason: str = "it has not been checked yet"
     since: float = field(default_factory=time.monotonic)
     misses: int = 0
+    is_loading: bool = False
 
     @property
     def may_come_back(self) -> bool:
@@ -61,6 +63,7 @@ class Condition:
         if health is not self.health:
             self.since = time.monotonic()
         self.health, self.reason = health, reason
+        self.is_loading = False
         if health in (Health.UP, Health.MISCONFIGURED):
             # The engine has answered.
             self.misses = 0
