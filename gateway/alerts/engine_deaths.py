@@ -83,8 +83,9 @@ class EngineDeaths:
         if new and recorded and now - max(event.created_at for event in recorded) < PAUSE:
             return
         if new and not await self._add_event(url, new):
-            # Another process was first. The next recording drops the deaths that its event counts.
-            return
+            # The first death is on record: another process was first, or the instance counted as dead long ago and
+            # lived on. The next recording drops the others that an event counts.
+            new = new[:1]
         # Further deaths may have been noted during the write.
         self._waiting[url] = [death for death in self._waiting[url] if death not in new]
         if not self._waiting[url]:
@@ -100,8 +101,9 @@ class EngineDeaths:
             "last_at": last.at,
             "instances": [death.instance for death in deaths if death.instance is not None],
         }
-        # Two processes that record at once have the same first instance, so they add one event.
-        mark = f"{url} {deaths[0].instance or deaths[0].at.isoformat()}"
+        # Two processes that record at once have the same first instance, or times close to each other, so they add one
+        # event.
+        mark = f"{url} {deaths[0].instance or deaths[0].at.timestamp() // ONE_DEATH.total_seconds()}"
         once = f"engine.died:{hashlib.sha256(mark.encode()).hexdigest()[:32]}"
         return await self._events.record("engine.died", data, once=once)
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
@@ -89,8 +90,7 @@ class Account:
         self.billed: Used | None = None
         self.settlement: asyncio.Task[None] | None = None
         self.on_progress: Callable[[Reservation, str, int, int], None] | None = None
-        self.arrived = arrived
-        self._admitted = time.monotonic()
+        self.arrived, self._admitted = arrived, time.monotonic()
         self._first_token: float | None = None
 
     @property
@@ -288,7 +288,7 @@ class Accounting:
     def open(self, account: Account) -> Iterator[Account]:
         """Close the account at the end of the block, however it ends. Redis receives the progress during the block."""
         account.on_progress = self._quota.progress
-        account.queue_times.on_start = lambda seconds: self.on_start(account.principal, seconds)
+        account.queue_times.on_start = partial(self.on_start, account.principal)
         try:
             yield account
         except (asyncio.CancelledError, ClientGone):

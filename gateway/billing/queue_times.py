@@ -11,7 +11,8 @@ class QueueTimes:
     """Waits of one request, in seconds; None while they are not known.
 
     gateway: wait in the gateway's queue. engine: wait in the engine's queue before the first step. Only our engines
-    report it. on_start: called once with the sum, when the engine has begun to answer.
+    report it. on_start: called once with the sum, when the engine has begun to answer. It has no reference to the
+    request's account, because each request would leave a cycle then.
     """
 
     __slots__ = ("_has_started", "engine", "gateway", "on_start")

@@ -313,7 +313,9 @@ class EngineRecord:
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         if state.instance != self.state.instance:
-            self.note_death("another instance answers")
+            if self.state.instance is not None:
+                # Else this is the first report of an engine whose health was known before its state.
+                self.note_death("another instance answers")
             self.note_end()
         self.last_other_processes_load = 0
         if state.readings is None or state.readings != self.state.readings:

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select, update
 
 from gateway.alerts import watch
-from gateway.alerts.engine_deaths import PAUSE, EngineDeaths
+from gateway.alerts.engine_deaths import PAUSE, Death, EngineDeaths
 from gateway.alerts.messages import text
 from gateway.fleet.engines.engine import Address, EngineRecord, EngineState
 from gateway.fleet.engines.health import Health
@@ -98,6 +98,48 @@ async def test_an_engine_without_an_instance_dies_once_for_two_processes(databas
         await pass_pause(database)
         await process.deaths.record()
     assert [event.data["deaths"] for event in await recorded(database)] == [1]
+
+
+async def test_two_processes_that_record_the_death_of_an_engine_without_an_instance_at_once_add_one_event(
+    database: Database,
+):
+    processes = [Process(database) for _ in range(8)]
+    at = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    for number, process in enumerate(processes):
+        death = Death(None, at + timedelta(seconds=number / 10), "refused")
+        process.deaths._waiting[URL].append(death)
+        # Each has read the table before the others wrote to it.
+        await process.deaths._record_of(URL, [], at + timedelta(seconds=1))
+    assert [event.data["deaths"] for event in await recorded(database)] == [1]
+
+
+async def test_an_instance_that_counted_as_dead_long_ago_does_not_hide_later_deaths(database: Database):
+    """A refused connection may be the network's fault. The instance's second death blocked all later ones for good."""
+    process = Process(database)
+    process.serves("i0")
+    process.engine.note_death("refused")
+    await process.deaths.record()
+    for _ in range(61):
+        await pass_pause(database)
+    process.serves("i0")
+    process.serves("i1")
+    process.serves("i2")
+    for _ in range(2):
+        await process.deaths.record()
+    assert [event.data["instances"] for event in await recorded(database)] == [["i0"], ["i1"]]
+    assert not process.deaths._waiting
+
+
+async def test_the_first_report_of_an_engine_that_is_up_is_no_death(database: Database):
+    """A gateway that starts while an engine is in a long step reads its health before its state."""
+    process = Process(database)
+    process.engine.mark_up()
+    process.serves("i0")
+    await process.deaths.record()
+    assert await recorded(database) == []
+    process.serves("i1")
+    await process.deaths.record()
+    assert [event.data["instances"] for event in await recorded(database)] == [["i0"]]
 
 
 async def test_another_engine_has_events_of_its_own(database: Database):
