@@ -68,7 +68,9 @@ async def test_requests_that_wait_on_an_engine_count_as_waiting(gateway: Gateway
 
         async def all_wait() -> bool:
             queue = await read(gateway, "queue")
-            return expected.items() <= queue.items() and queue["waited"] > 0.5
+            # The engine counts an arrival during a step at once, and counts it for its tenant from the next step on.
+            rows = [queue, *queue["data"]]
+            return all(expected.items() <= each.items() and each["waited"] > 0.5 for each in rows)
 
         await until(all_wait)
         [row] = (await read(gateway, "queue"))["data"]
