@@ -49,9 +49,9 @@ class TenantFairness(NamedTuple):
     """Fairness of a tenant.
 
     waiting: its waiting requests, in this gateway process and on the engines; see `Waits` for the parts and `oldest`.
-    p50, p95: waits of its requests that engines began to answer in the last hour, in the gateway's queue and, as far as
-    engines report it, in theirs. Times in seconds. service: its counter, in cost units per weight, over all gateways;
-    None without requests.
+    p50, p95: waits of its requests that engines began to answer in the last hour, in the gateway's queue and, if an
+    engine reports it, in that engine's queue. Times in seconds. service: its counter, in cost units per weight, over
+    all gateways; None without requests.
     """
 
     tenant: str

@@ -40,8 +40,11 @@ COMPLETIONS: list[dict[str, Any]] = [
 
 
 def lasting(answer: Any) -> Any:
-    """Return an answer without its id and its time."""
-    return {key: value for key, value in answer.items() if key not in ("id", "created")}
+    """Return an answer without its id and its times."""
+    kept = {key: value for key, value in answer.items() if key not in ("id", "created")}
+    if "loraplex" in kept:
+        kept["loraplex"] = {key: value for key, value in kept["loraplex"].items() if key != "queue_ms"}
+    return kept
 
 
 def joined(events: list[Any]) -> dict[int, list[str]]:
