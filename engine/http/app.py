@@ -203,7 +203,8 @@ class Server:
     async def stop(self) -> None:
         """Refuse new requests, wait for those in flight, then free everything."""
         self._draining = True
-        if self._states is not None:
+        if self._states is not None and (self._core is None or self._core.failure is None):
+            # The end of a failed engine is a death, and no gateway may take it for an intended one.
             self._states.drain()
         if self._in_flight is not None:
             await self._in_flight.close(self._drain_seconds)

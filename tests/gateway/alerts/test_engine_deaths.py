@@ -11,9 +11,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from sqlalchemy import select, update
 
+from engine.program import FAILED_EXIT_CODE
 from gateway.alerts import watch
 from gateway.alerts.engine_deaths import PAUSE, Death, EngineDeaths
 from gateway.alerts.messages import text
@@ -176,20 +178,22 @@ async def test_an_intended_end_is_no_death(database: Database, why: str):
         assert len(await recorded(database)) == 1
 
 
-def start(model: Path, port: int, log: Path) -> "subprocess.Popen[bytes]":
+def start(model: Path, port: int, log: Path, *options: str) -> "subprocess.Popen[bytes]":
     """Start `loraplex engine` as a separate process."""
     command = [sys.executable, "-m", "loraplex.cli", "engine", "--model", str(model), "--device", "cpu"]
     command += ["--port", str(port), "--served-model-name", BASE_MODEL]
-    command += ["--kv-cache-memory", "16MiB", "--adapter-memory", "4MiB", "--max-num-seqs", "8"]
+    command += ["--kv-cache-memory", "16MiB", "--adapter-memory", "4MiB", "--max-num-seqs", "8", *options]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "LORAPLEX_INTERNAL_TOKEN": TOKEN}
     with open(log, "ab") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment)
 
 
 @asynccontextmanager
-async def engine(model: Path, port: int, gateway: Gateway, log: Path) -> AsyncIterator["subprocess.Popen[bytes]"]:
+async def engine(
+    model: Path, port: int, gateway: Gateway, log: Path, *options: str
+) -> AsyncIterator["subprocess.Popen[bytes]"]:
     """Yield an engine that is up, killed at the end if it still runs."""
-    process = await asyncio.to_thread(start, model, port, log)
+    process = await asyncio.to_thread(start, model, port, log, *options)
     try:
         await gateway.engines_up(1, START_SECONDS)
         yield process
@@ -256,3 +260,25 @@ async def test_a_killed_engine_is_an_event_and_needs_attention(
                 assert "died last" in await words(browser, f"/admin/engines/one?url={url}")
                 assert "Engine died" in await words(browser, "/admin/alerts")
             assert len(await found()) == 1
+
+
+@pytest.mark.timeout(200)
+async def test_an_engine_that_ends_because_its_core_died_is_an_event(tmp_path: Path, redis_url: str):
+    """The engine ends in order then, and said that it drains, so its end counted as intended."""
+    model, port, log = tmp_path / "tiny", free_port(), tmp_path / "engine.log"
+    save_model(model)
+    url = f"http://127.0.0.1:{port}"
+    async with (
+        running(settings(tmp_path, model, [url], redis_url)) as gateway,
+        engine(model, port, gateway, log, "--engine-core-mode", "process") as process,
+    ):
+
+        async def found() -> list[dict[str, Any]]:
+            return (await gateway.admin.get("/admin/api/events?type=engine.died")).json["data"]
+
+        [core] = psutil.Process(process.pid).children()
+        core.kill()
+        assert await asyncio.wait_for(asyncio.to_thread(process.wait), START_SECONDS) == FAILED_EXIT_CODE
+        await until(found, 10.0)
+        [event] = await found()
+        assert (event["data"]["engine"], event["data"]["deaths"]) == (url, 1)
