@@ -4,9 +4,10 @@ Each shortened form keeps the exact value in its `title`.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from markupsafe import Markup, escape
 
@@ -26,6 +27,16 @@ REVERSING_SHOWN = {ord(character): f"\\u{ord(character):04x}" for character in R
 # Seconds of each unit, the largest first, and its name.
 UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
+# Start tag of a table's cell, and the number of columns that it spans.
+CELL, SPAN = re.compile(r"<(td|th)\b([^>]*)>"), re.compile(r'colspan="(\d+)"')
+
+
+class Titled(Protocol):
+    """Column of a table, as far as `labelled` reads it."""
+
+    @property
+    def title(self) -> str: ...
+
 
 def inert(value: Any) -> Any:
     """Return a plain text with visible escapes in place of characters that reverse text, and other values unchanged.
@@ -38,6 +49,24 @@ def inert(value: Any) -> Any:
 def typed(value: object) -> Markup:
     """Return the value of a form's field, which `inert` must not change: the form sends it back."""
     return escape(value)
+
+
+def labelled(row: Markup, columns: Sequence[Titled]) -> Markup:
+    """Return the cells of a row, each with its column's title as `data-label`, which a narrow window shows above it."""
+    index = 0
+
+    def label(cell: re.Match[str]) -> str:
+        nonlocal index
+        kind, attributes = cell.groups()
+        span = SPAN.search(attributes)
+        title = columns[index].title if index < len(columns) else ""
+        index += 1 if span is None else int(span[1])
+        if kind == "th" or span is not None or not title or "data-label=" in attributes:
+            return cell[0]
+        return f'<td{attributes} data-label="{escape(title)}">'
+
+    # A cell's texts are escaped, so that no text of a row is a tag.
+    return Markup(CELL.sub(label, row))
 
 
 def number(value: float | None) -> str | Markup:
@@ -194,6 +223,7 @@ def filters(currency: str) -> Mapping[str, Callable[..., Any]]:
         "clock": clock,
         "stamp": stamp,
         "typed": typed,
+        "labelled": labelled,
     }
 
 

@@ -80,12 +80,19 @@ SCROLLING = """() => {
     return [found, document.querySelectorAll("main .table-box td").length];
 }"""
 
+LINES = """cell => {
+    const range = document.createRange();
+    range.selectNodeContents(cell);
+    return range.getClientRects().length;
+}"""
+HOME = "a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64]
+
 
 async def test_events_fill_a_narrow_window_with_low_rows(gateway, browser, tmp_path):
     for name in ("pager", "billing", "on-call"):
         url = {"url": f"https://hooks.example.com/{name}"}
         assert (await gateway.admin.call("PUT", f"/admin/api/webhooks/{name}", json=url)).status == 201
-    tenants = ["acme", "globex", "a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64]]
+    tenants = ["acme", "globex", HOME]
     for name in tenants:
         await gateway.tenant(name)
         assert (await gateway.admin.call("PATCH", f"/admin/api/tenants/{name}", json={"suspended": True})).status == 200
@@ -106,6 +113,30 @@ async def test_events_fill_a_narrow_window_with_low_rows(gateway, browser, tmp_p
         assert len(heights) >= len(tenants)
         assert sorted(heights)[-2] <= MAX_ROW_PX
         assert max(heights) <= MAX_LONG_ROW_PX
+        assert not operator.problems
+
+
+async def test_tables_fit_a_narrow_window_and_ids_of_the_audit_stay_whole_in_a_wide_one(gateway, browser):
+    """Tables of ten columns were cut at the edge of a window of 390 px, and ids broke in the last letters at 1,280."""
+    acme = await gateway.tenant(HOME, tokens_per_minute=50)
+    for i, name in enumerate(("small", "m" * 64)):
+        assert (await push(acme, name, files(i))).status == 201
+    assert (await acme.chat(stream=True, max_tokens=4)).status == 200
+    assert (await acme.chat(max_tokens=40)).status == 429
+    paths = ("audit", "adapters", "fairness", "refusals", "requests", "tenants", "keys", "engines")
+    async with person(browser, gateway.url, width=390) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for path in (*(f"/admin/{each}" for each in paths), f"/admin/tenants/{HOME}/adapters/small"):
+            await operator.find(path, "main .blocks td[data-label]")
+            found, count = await operator.page.evaluate(SCROLLING)
+            assert count
+            assert found == [], path
+        await operator.page.set_viewport_size({"width": 1280, "height": 900})
+        await operator.open("/admin/audit?action=key.create")
+        frame = operator.page.locator("#audit-box")
+        assert await frame.evaluate("box => box.scrollWidth <= box.clientWidth")
+        # An id of 16 digits is one line.
+        assert await frame.locator("td.id.mono").first.evaluate(LINES) == 1
         assert not operator.problems
 
 
@@ -152,7 +183,7 @@ async def test_texts_of_tiles_lie_apart_and_within_their_tile(gateway, browser):
 
 async def test_reports_of_usage_have_one_scroll_bar_and_all_their_columns(gateway, browser, tmp_path):
     """The last requests of a tenant lost their column Total, and their frame had bars beside those of the page."""
-    acme = await gateway.tenant("a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64])
+    acme = await gateway.tenant(HOME)
     assert (
         await gateway.admin.call("PUT", "/admin/api/prices/*", json={"input": 10**8, "output": 10**9})
     ).status == 200

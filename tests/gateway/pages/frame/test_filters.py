@@ -3,8 +3,10 @@
 from datetime import UTC, datetime
 
 import pytest
+from markupsafe import Markup
 
-from gateway.pages.frame.filters import in_hour, number
+from gateway.pages.frame.filters import in_hour, labelled, number
+from gateway.pages.widgets.tables import Column
 
 
 @pytest.mark.parametrize(
@@ -28,3 +30,15 @@ def test_a_use_known_to_the_hour_is_not_shown_to_the_minute():
     assert "less than 1 h ago" in in_hour(now.replace(minute=0), now)
     assert "2 h ago" in in_hour(now.replace(hour=17, minute=0), now)
     assert "–" in in_hour(None, now)
+
+
+def test_the_cells_of_a_row_have_the_titles_of_their_columns():
+    columns = [Column(title.lower(), title) for title in ("Name", "Code & text", "A", "B", "Own", "Size", "")]
+    row = Markup(
+        '<th scope="row">&lt;td&gt;</th><td class="wrap">x</td><td colspan="2"></td><td data-label="Mine">y</td>'
+        '<td class="n">1</td><td>act</td><td>more</td>'
+    )
+    assert labelled(row, columns) == (
+        '<th scope="row">&lt;td&gt;</th><td class="wrap" data-label="Code &amp; text">x</td><td colspan="2"></td>'
+        '<td data-label="Mine">y</td><td class="n" data-label="Size">1</td><td>act</td><td>more</td>'
+    )
