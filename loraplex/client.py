@@ -41,6 +41,10 @@ class GatewayError(Exception):
         self.code = code
 
 
+class GatewayUnreachable(GatewayError):
+    """No connection to the gateway."""
+
+
 def reason(error: Exception) -> str:
     """Return the reason why a server could not be reached, in the system's words instead of the HTTP client's."""
     if isinstance(error, aiohttp.ClientConnectorError):
@@ -81,7 +85,7 @@ class GatewayClient:
                     raise _refusal(response.status, body)
                 return await response.json() if body else None
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
+            raise GatewayUnreachable(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the JSON of each server-sent event of a streamed answer.
@@ -98,7 +102,7 @@ class GatewayClient:
                         raise _refusal(response.status, data)
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
+            raise GatewayUnreachable(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
     async def download(self, path: str, file: BinaryIO, **request: Any) -> None:
         """Write the answer's body to a file as it arrives. Raises GatewayError, also for an incomplete body."""

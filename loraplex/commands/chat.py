@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
+from loraplex.commands.common import check_url, examples, is_gateway_of, no_gateway, one_line, whose
 from loraplex.commands.values import Number
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
 from wire.errors import BadRequest
@@ -59,7 +59,7 @@ def chat(
         demo: dict[str, Any] = read_json(path) or {}
     url = gateway or local.get("gateway") or demo.get("gateway")
     if not url:
-        raise click.UsageError(f"--gateway is not given, and {data_dir / 'local.json'} does not exist")
+        raise no_gateway(data_dir / "local.json")
     check_url(url, "--gateway")
     keys = [api_key] if api_key else []
     if not api_key:

@@ -132,18 +132,29 @@ def examples(*lines: str) -> str:
 
 @dataclass(frozen=True)
 class Gateway:
-    """The gateway's URL and the key to use. as_tenant: the key is a tenant's own, not an operator's."""
+    """The gateway's URL and the key to use.
+
+    as_tenant: the key is a tenant's own, not an operator's. stored_in: the local.json that names the URL; None if the
+    user has given it.
+    """
 
     url: str
     key: str
     as_tenant: bool = False
+    stored_in: Path | None = None
 
     def run(self, work: "Callable[[GatewayClient], Awaitable[T]]") -> T:
-        from loraplex.client import GatewayClient, GatewayError
+        from loraplex.client import GatewayClient, GatewayError, GatewayUnreachable
 
         async def connected() -> T:
             async with GatewayClient(self.url, self.key) as client:
-                return await work(client)
+                try:
+                    return await work(client)
+                except GatewayUnreachable as error:
+                    if self.stored_in is None:
+                        raise
+                    hint = f"{self.stored_in} names it: is its `loraplex up` running? --data-dir selects another one"
+                    raise GatewayUnreachable(f"{error} ({hint})") from error
 
         with one_line(GatewayError, OSError):
             return run(connected())
@@ -159,13 +170,21 @@ def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str
         local = (read_json(path) or {}) if url is None or key is None else {}
     url = url or local.get("gateway")
     if not url:
-        raise click.UsageError(f"--gateway is not given, and {path} does not exist")
+        raise no_gateway(path)
     check_url(url, "--gateway")
     if not key and is_gateway_of(local, url):
         key = local["admin_key"]
     if not key:
         raise click.UsageError(f"{key_flag} is not given, and {path} {whose(local, url)}")
-    return Gateway(url, key)
+    return Gateway(url, key, stored_in=path if local.get("gateway") == url else None)
+
+
+def no_gateway(path: Path) -> click.UsageError:
+    """Return the error of a command that knows no gateway. path: the local.json that does not exist."""
+    return click.UsageError(
+        f"--gateway is not given, and {path} does not exist: start `loraplex up`, or give the --data-dir of one that "
+        "runs, or --gateway"
+    )
 
 
 def check_url(url: str, flag: str) -> None:
