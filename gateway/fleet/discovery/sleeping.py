@@ -73,16 +73,19 @@ class Supervisors:
         return True
 
     async def wake(self, url: str) -> int | None:
-        """Wake the engines of a supervisor's URL. Return the whole seconds until they serve; None without an answer.
+        """Wake the engines of a supervisor's URL. Return the whole seconds until they serve.
 
-        Concurrent calls share one request.
+        Return None without an answer, and if they do not sleep: an engine that is down then has crashed. Concurrent
+        calls share one request.
         """
         task = self._waking.get(url)
         if task is None:
             task = self._waking[url] = asyncio.create_task(self._call("POST", url))
             task.add_done_callback(lambda _: self._waking.pop(url, None))
         found = await asyncio.shield(task)
-        return None if found is None else max(1, math.ceil(found.seconds + NOTICED_SECONDS))
+        if found is None or found.state == "awake":
+            return None
+        return max(1, math.ceil(found.seconds + NOTICED_SECONDS))
 
     async def _call(self, method: str, url: str) -> SupervisorReport | None:
         try:

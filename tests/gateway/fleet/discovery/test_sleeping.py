@@ -160,6 +160,22 @@ async def test_an_idle_base_sleeps_and_a_request_wakes_it_within_its_retry_after
     assert not [event for event in events if event["type"] == "engine.down"]
 
 
+async def test_a_base_whose_engine_crashed_is_not_said_to_sleep(bench: Bench):
+    """Its supervisor says that it is awake, so nothing starts it, and a time until it serves would be wrong."""
+    acme, base = await bench.gateway.tenant("acme"), bench.bases["alpha"]
+    base._engines[0].child.process.kill()
+
+    async def is_down() -> bool:
+        answer = await ask(acme, "alpha")
+        assert base.state == "awake"
+        return answer.status == 503 and answer.error["code"] != "engine_died"
+
+    await until(is_down)
+    refused = await ask(acme, "alpha")
+    assert (refused.status, refused.error["code"]) == (503, "no_engine")
+    assert "They start now" not in refused.error["message"]
+
+
 async def test_a_base_wakes_while_another_is_flooded_and_fails_to_load(bench: Bench):
     acme, globex = await bench.gateway.tenant("acme"), await bench.gateway.tenant("globex")
     await bench.are_asleep("alpha", "beta")
