@@ -159,13 +159,25 @@ def _value(limit: Limit, currency: str = "") -> str:
 
 def _rate_message(limit: Limit, state: LimitState, demand: Demand, *, is_reserved: bool) -> str:
     """Return the message of a refusal by a rate or a number of requests. is_reserved: see `_budget_message`."""
-    parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
+    needed = demand.needed(limit, demand.least)
     return (
-        f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {demand.needed(limit, demand.least)}"
-        f"{parts if demand.by_default and not limit.kind.takes_one else ''}, remaining {state.remaining}"
+        f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}"
+        f"{_parts(demand, needed) if limit.kind.takes == 'tokens' else ''}, remaining {state.remaining}"
         f"{f', and {state.reserved} are {_reserved_by(limit)}' if is_reserved else ''}. "
         f"Try again in {describe_wait(math.ceil(state.wait / 1000))}."
     )
+
+
+def _parts(demand: Demand, needed: int) -> str:
+    """Return the words that say for what a request needs its tokens; none if a limit of 0 refuses it in any case."""
+    if needed <= demand.prompt_tokens:
+        return ""
+    why = _default(demand) or f": max_tokens is {demand.max_tokens}"
+    each = f" for each of {demand.choices} answers" if demand.choices > 1 else ""
+    answer = needed - demand.prompt_tokens
+    # A stream reserves more while it grows, and an answer may be shortened to what is left.
+    reserved = f"{answer} reserved" if answer == demand.completion else f"at least {answer}"
+    return f" ({demand.prompt_tokens} of the prompt, {reserved} for the answer{why}{each})"
 
 
 def _budget_message(limit: Limit, state: LimitState, demand: Demand, *, is_reserved: bool) -> str:

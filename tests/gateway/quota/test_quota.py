@@ -72,7 +72,7 @@ async def test_a_refusal_consumes_nothing(quota: Quota, redis: Client):
     await take(quota, who, 30, price=price)
     before = await dump(redis, who)
     for _ in range(5):
-        with pytest.raises(RateLimited, match="this model: 50 tokens per day; needed 21, remaining 20"):
+        with pytest.raises(RateLimited, match=r"this model: 50 tokens per day; needed 21 \(.*\), remaining 20"):
             await take(quota, who, 21, price=price)
     assert await dump(redis, who) == before
     last = await take(quota, who, 20, price=price)
@@ -125,8 +125,9 @@ async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(l
     assert (short.tokens, short.headers["x-loraplex-max-tokens"]) == (2 * short.max_tokens, str(short.max_tokens))
     size = RequestSize(1000, 700, price=Price(input=10**6, output=10**6))
     reserved = r"\." if limit == "max_concurrent_tokens" else r", and [\d.]+ (is|are) reserved by running requests"
+    parts = r"\(1000 of the prompt, at least 1 for the answer: max_tokens is 700\)"
     with pytest.raises(
-        RateLimited, match=rf"(needed 1001, remaining \d+|may cost 0\.001001, [\d.]+ is left){reserved}"
+        RateLimited, match=rf"(needed 1001 {parts}, remaining \d+|may cost 0\.001001, [\d.]+ is left){reserved}"
     ):
         await quota.acquire(who, "base", uuid.uuid4().hex, size)
 
@@ -339,5 +340,22 @@ def test_a_refused_request_without_max_tokens_is_told_of_the_default():
     said = "69 tokens (5 of the prompt and 64 of the answer: 64 is the default, because max_tokens is not set)"
     assert said in found.value.message
     message = refusal([Limit("tenant:t", "tenant", "t", 100)], [LimitState(40, 9000, 9000, 0)], demand, {}).message
-    said = "needed 69 (5 of the prompt, the rest of the answer: 64 is the default, because max_tokens is not set)"
-    assert f"{said}, remaining 40." in message
+    said = "(5 of the prompt, 64 reserved for the answer: 64 is the default, because max_tokens is not set)"
+    assert f"needed 69 {said}, remaining 40." in message
+
+
+def test_a_refusal_by_a_token_limit_says_for_what_its_tokens_are_needed():
+    def refused_for(value: int, **asked: int) -> str:
+        demand = Demand(tenant_id="t", request_id="r", prompt_tokens=13, **asked)
+        limit = Limit("tenant:t", "tenant", "t", value)
+        return refusal([limit], [LimitState(40, 9000, 9000, 0)], demand, {}).message
+
+    whole = refused_for(500, max_tokens=460, step=460)
+    assert "needed 473 (13 of the prompt, 460 reserved for the answer: max_tokens is 460), remaining 40." in whole
+    # A stream holds less at first than it may generate.
+    stream = refused_for(1000, max_tokens=900, step=900, expected=200)
+    assert "needed 463 (13 of the prompt, at least 450 for the answer: max_tokens is 900), remaining 40." in stream
+    both = refused_for(500, max_tokens=100, choices=2, step=200)
+    said = "(13 of the prompt, 200 reserved for the answer: max_tokens is 100 for each of 2 answers)"
+    assert f"needed 213 {said}, remaining 40." in both
+    assert "needed 0, remaining" in refused_for(0, max_tokens=9, step=9)
