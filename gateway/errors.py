@@ -211,7 +211,7 @@ class RateLimited(GatewayError):
     """Exceeded limit.
 
     limit_class: "requests", "tokens", "concurrency" or "budget"; it becomes `kind`, the `type` of the error's body.
-    exceeded: the limit and its amounts; None if the limit ended a running answer or upload.
+    exceeded: the limit and its amounts; None if the limit ended a running answer or upload. ended_by: its name then.
     """
 
     status, code = 429, "rate_limit_exceeded"
@@ -224,10 +224,10 @@ class RateLimited(GatewayError):
         code: str | None = None,
         headers: Mapping[str, str],
         exceeded: Exceeded | None = None,
+        ended_by: str | None = None,
     ) -> None:
         super().__init__(message, code=code, headers=headers)
-        self.kind = limit_class
-        self.exceeded = exceeded
+        self.kind, self.exceeded, self.ended_by = limit_class, exceeded, ended_by
 
 
 class TooManyBodies(GatewayError):

@@ -26,6 +26,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_tokens: number reserved in the token rates.
     end_user: the request's `user`, as `shown_user` returns it.
     error_code: error code of a failed request.
+    limit_name: name of the limit that ended the answer before its end; None in rows of the previous release.
     base: name of the base model; None in rows of the previous release.
     """
 
@@ -55,6 +56,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     end_user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None
     error_code: Annotated[str, Meta(max_length=64)] | None = None
     base: Annotated[str, Meta(max_length=256)] | None = None
+    limit_name: Annotated[str, Meta(max_length=64)] | None = None
 
 
 _encoder = msgspec.json.Encoder()

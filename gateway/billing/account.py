@@ -59,8 +59,7 @@ class Account:
         base: str | None = None,
     ) -> None:
         self.principal, self.reservation = principal, reservation
-        self.endpoint, self.model = endpoint, model
-        self.price, self.base = price, base
+        self.endpoint, self.model, self.price, self.base = endpoint, model, price, base
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.choices, self.is_whole = asked.choices, not asked.stream
@@ -253,6 +252,7 @@ class Account:
             end_user=self.end_user,
             error_code=self.error_code,
             base=self.base,
+            limit_name=self.rate_end.limit_name,
         )
 
     def _count(self, counts: Usage) -> None:

@@ -133,7 +133,14 @@ class UsageWriter:
 def failures_of(rows: Iterable[UsageRow]) -> list[dict[str, Any]]:
     """Return the rows of `refusal_counts` to add for requests that failed after their admission."""
     counts = Counter(
-        Counted(int(row.created_at.timestamp()) // MINUTE * MINUTE, row.tenant_id, row.error_code, 0, "", row.tenant)
+        Counted(
+            int(row.created_at.timestamp()) // MINUTE * MINUTE,
+            row.tenant_id,
+            row.error_code,
+            0,
+            row.limit_name or "",
+            row.tenant,
+        )
         for row in rows
         if row.error_code is not None
     )

@@ -99,6 +99,7 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
         f"Rate limit reached for this {limit.owner}: {_value(limit)}. {end} Try again in {describe_wait(seconds)}.",
         limit_class=limit.kind.limit_class,
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
+        ended_by=limit.name,
     )
 
 

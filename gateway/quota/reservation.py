@@ -47,6 +47,7 @@ class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     status: str
     error_code: str | None = None
+    limit_name: str | None = None
     latency_ms: int = 0
     ttft_ms: int | None = None
     admission_ms: int | None = None

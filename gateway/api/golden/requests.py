@@ -173,6 +173,7 @@ class GoldenRequests:
                         assert account.hold is not None
                         raise await account.hold.refused_at_end()
             except RateLimited as refusal:
+                account.rate_end.handle(refusal)
                 self._metrics.refused(account.principal.tenant.name, refusal.kind)
                 await self._accounting.close_and_wait(account, Ending.LIMITED)
                 raise

@@ -258,7 +258,7 @@ class Completions:
 
     def _limited(self, account: Account, refusal: RateLimited) -> None:
         """Count an answer that ends because its token rates have no more room."""
-        account.rate_end.is_handled = True
+        account.rate_end.handle(refusal)
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
     def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:
@@ -285,7 +285,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
     def cut(refusal: RateLimited) -> None:
         if not answering.engine.keeps_allowances:
-            account.rate_end.cut = refusal
+            account.rate_end.limit_name, account.rate_end.cut = refusal.ended_by, refusal
             answering.response.close()
 
     if account.hold is not None:

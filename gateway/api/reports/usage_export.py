@@ -61,6 +61,7 @@ ROW_FIELDS = (
     Field("status", "text"),
     Field("finish_reason", "text", optional=True),
     Field("error_code", "text", optional=True),
+    Field("limit_name", "text", optional=True),
     Field("prompt_tokens", "integer"),
     Field("cached_tokens", "integer"),
     Field("completion_tokens", "integer"),

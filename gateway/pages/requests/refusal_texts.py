@@ -77,7 +77,8 @@ def _what(cause: Cause) -> str:
     """Return the number of requests and their outcome, with the code if no limit is known."""
     is_one = cause.requests == 1
     if cause.outcome == "cut":
-        return f"{cause.requests:,} {'answer was' if is_one else 'answers were'} cut in mid-stream by a limit"
+        text = f"{cause.requests:,} {'answer was' if is_one else 'answers were'} cut in mid-stream"
+        return text if cause.limit_name else f"{text} by a limit"
     verb = "failed after admission" if cause.outcome == "failed" else f"{'was' if is_one else 'were'} refused"
     text = f"{cause.requests:,} request{'' if is_one else 's'} {verb}"
     return text if cause.limit_name else f"{text} with {cause.status or 'the code'} {cause.code}"

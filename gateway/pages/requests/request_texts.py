@@ -86,7 +86,9 @@ def amount(limit_name: str, value: int, currency: str) -> str:
 
 
 def reason(entry: LogEntry, currency: str) -> str:
-    """Return a sentence about the limit that refused the request; "" without a limit."""
+    """Return a sentence about the limit that refused the request or ended its answer; "" without a limit."""
+    if entry.ended_by is not None:
+        return f"The limit {limit_title(entry.ended_by)} ended the answer: it had no room for the rest."
     if entry.limit is None:
         return ""
     limit = entry.limit

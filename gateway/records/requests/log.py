@@ -40,8 +40,8 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of requests; None: any.
 
     tenant: the name, also of a deleted tenant. models: only these. statuses: names in STATUSES. code: the error's code.
-    limit_name: name of the limit that refused the request. end_user: the body's `user`. since, until: bounds of the
-    time of admission or refusal, `until` exclusive.
+    limit_name: name of the limit that refused the request or ended its answer. end_user: the body's `user`. since,
+    until: bounds of the time of admission or refusal, `until` exclusive.
     """
 
     tenant: str | None = None
@@ -65,7 +65,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: a name
     in STATUSES. http_status, param, limit, address: set for a refused request only. code: the error's code. base: None
-    for a refused request. The other fields are those of UsageRow.
+    for a refused request. ended_by: name of the limit that ended the answer. The other fields are those of UsageRow.
     """
 
     request_id: str
@@ -99,6 +99,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     latency_ms: int
     address: str | None = None
     base: str | None = None
+    ended_by: str | None = None
 
     @property
     def is_admitted(self) -> bool:
@@ -203,7 +204,6 @@ def read_id(request_or_answer_id: str) -> str:
 def _tables(criteria: LogFilter) -> list[Table]:
     """Return the tables that can have such entries."""
     admitted = criteria.statuses is None or any(status != NOT_ADMITTED for status in criteria.statuses)
-    admitted = admitted and criteria.limit_name is None
     refused = criteria.statuses is None or NOT_ADMITTED in criteria.statuses
     refused = refused and criteria.engine is None and criteria.version is None
     return [*([usage] if admitted else ()), *([refused_requests] if refused else ())]
@@ -274,7 +274,8 @@ def _conditions(columns: Columns, criteria: LogFilter) -> list[ColumnElement[boo
     of_usage = "error_code" in columns
     values = {"key_id": criteria.key_id, "model": criteria.model, "end_user": criteria.end_user}
     values["error_code" if of_usage else "code"] = criteria.code
-    values |= {"engine": criteria.engine} if of_usage else {"limit_name": criteria.limit_name}
+    values["limit_name"] = criteria.limit_name
+    values |= {"engine": criteria.engine} if of_usage else {}
     found = [columns[name] == value for name, value in values.items() if value is not None]
     if criteria.version is not None:
         found.append(columns.version == criteria.version)
@@ -292,7 +293,8 @@ def _entry(table: Table, row: Any) -> LogEntry:
     if table is usage:
         endpoint = str(values.pop("endpoint"))
         at, code = values.pop("created_at"), values.pop("error_code")
-        return LogEntry(**values, at=at, route=ROUTES.get(endpoint, endpoint), code=code)
+        ended_by = values.pop("limit_name")
+        return LogEntry(**values, at=at, route=ROUTES.get(endpoint, endpoint), code=code, ended_by=ended_by)
     names = ("limit_name", "limit_owner", "limit_value", "needed", "remaining", "retry_after")
     amounts = [values.pop(name) for name in names]
     limit = None

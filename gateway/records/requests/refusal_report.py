@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
+from sqlalchemy import ColumnElement, Subquery, and_, case, func, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import RateLimited
@@ -35,12 +35,17 @@ GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
 
 
 class RefusalFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Refusals of a report; None: any. status: HTTP status, 0 for requests that failed after their admission."""
+    """Refusals of a report; None: any.
+
+    status: HTTP status, 0 for requests that failed after their admission. with_cut: whether LIMITED includes answers
+    that a limit cut, whose status is 0.
+    """
 
     tenant: str | None = None
     code: str | None = None
     limit_name: str | None = None
     status: int | None = LIMITED
+    with_cut: bool = True
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +164,7 @@ class RefusalReport:
         """
         period = whole_period(since, until, None, self._minutes_kept, datetime.now(UTC))
         async with self._database.read() as connection:
-            causes = await _causes(connection, RefusalFilter(), cover(period.since, period.end))
+            causes = await _causes(connection, RefusalFilter(with_cut=False), cover(period.since, period.end))
         found: dict[str, dict[str, int]] = {}
         for cause in causes:
             if cause.tenant and cause.limit_name:
@@ -211,11 +216,20 @@ def _rows(criteria: RefusalFilter, segments: Segments, tenant_id: str | None = N
             table.c.start < end,
             table.c.tenant_id != ALL_TENANTS if tenant_id is None else table.c.tenant_id == tenant_id,
         )
-        for name in ("tenant", "code", "limit_name", "status"):
+        for name in ("tenant", "code", "limit_name"):
             if (value := getattr(criteria, name)) is not None:
                 query = query.where(table.c[name] == value)
+        if criteria.status is not None:
+            query = query.where(_has_status(criteria, criteria.status))
         parts.append(query)
     return union_all(*parts).subquery()
+
+
+def _has_status(criteria: RefusalFilter, status: int) -> ColumnElement[bool]:
+    has_status = refusal_counts.c.status == status
+    if status != LIMITED or not criteria.with_cut:
+        return has_status
+    return or_(has_status, and_(refusal_counts.c.status == 0, refusal_counts.c.code == RateLimited.code))
 
 
 def _all_tenants(criteria: RefusalFilter) -> str | None:
@@ -278,7 +292,8 @@ async def _curves(
 
 async def _explain(connection: AsyncConnection, cause: Cause, segments: Segments, period: Period) -> Cause:
     """Return the cause with its peak, and with the figures of its newest rows in the period."""
-    same = RefusalFilter(tenant=cause.tenant, code=cause.code, limit_name=cause.limit_name, status=cause.status)
+    names = {name: getattr(cause, name) for name in ("tenant", "code", "limit_name", "status")}
+    same = RefusalFilter(**names, with_cut=False)
     counts = _rows(same, segments, cause.tenant_id)
     at = (counts.c.start - counts.c.start % period.step).label("at")
     number = int_sum(counts.c.requests)

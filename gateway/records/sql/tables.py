@@ -319,8 +319,10 @@ usage = Table(
     Column("reserved_tokens", BigInteger, nullable=True),
     Column("end_user", String(128), nullable=True),
     Column("error_code", String(64), nullable=True),
-    # Name of the base model; NULL in rows of the previous release.
+    # Name of the base model.
     Column("base", String(256), nullable=True),
+    # Name of the limit that ended the answer; NULL in rows of the previous release.
+    Column("limit_name", String(64), nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),

@@ -46,7 +46,7 @@ class At(Moment):
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
 @click.option("--code", help="Only refusals with this error code, such as `rate_limit_exceeded`.")
 @click.option("--limit-name", help="Only refusals by this limit, such as `tokens_per_minute`.")
-@click.option("--status", help="Only refusals with this HTTP status, or `all`; default: 429.")
+@click.option("--status", help="Only refusals with this HTTP status, or `all`; default: 429 with cut answers.")
 @json_option
 @admin_options
 def refusals(at: str | None, as_json: bool, gateway: Gateway, **query: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.quota import growing_hold
 from testing.gateway.running import HI_TOKENS, Gateway, until
 from testing.gateway.upstream import Upstream
 
@@ -55,6 +56,25 @@ async def test_a_failed_requests_row_has_the_code_that_its_client_got(gateway: G
     assert row["error_code"] == answer.events[-1]["error"]["code"]
     [count] = await found(tmp_path, "SELECT * FROM refusal_counts WHERE level = 60 AND tenant_id != '*'")
     assert (count["code"], count["status"], count["tenant"], count["requests"]) == (row["error_code"], 0, "acme", 1)
+
+
+@pytest.mark.parametrize("keeps_allowances", [True, False], ids=["kept", "counted here"])
+async def test_the_row_of_an_answer_that_a_limit_ended_names_the_limit(
+    gateway: Gateway, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps_allowances: bool
+):
+    upstream.keeps_allowances = keeps_allowances
+    monkeypatch.setattr(growing_hold, "FIRST", 20.0)
+    acme = await gateway.tenant("acme", tokens_per_minute=300, tokens_per_day=10**6)
+    assert (await acme.chat(max_tokens=80, x_engine={"tokens": 80})).status == 200
+    cut = await acme.chat(stream=True, max_tokens=240, x_engine={"tokens": 240, "delay": 0.002})
+    assert "error" in cut.events[-1]
+    rows = await found(tmp_path, "SELECT * FROM usage ORDER BY created_at", 2)
+    assert [row["limit_name"] for row in rows] == [None, "tokens_per_minute"]
+    [cause] = (await gateway.admin.get("/admin/api/refusals")).json["causes"]
+    assert (cause["outcome"], cause["limit_name"], cause["requests"]) == ("cut", "tokens_per_minute", 1)
+    for name, number in (("tokens_per_minute", 1), ("tokens_per_day", 0)):
+        log = (await gateway.admin.get(f"/admin/api/requests?status=failed&limit_name={name}")).json["data"]
+        assert [each["ended_by"] for each in log] == [name] * number
 
 
 async def test_refused_requests_have_rows(gateway: Gateway, tmp_path: Path):

@@ -104,20 +104,36 @@ async def test_limits_of_one_name_are_shown_on_their_own(reader: Reader, databas
         assert line in shown
 
 
+CUT = {"status": "limited", "error_code": "rate_limit_exceeded", "limit_name": "tokens_per_day"}
+
+
 async def test_answers_that_a_limit_cut_have_words_of_their_own(reader: Reader, database: Database):
     after_admission: dict[str, Any] = {"exceeded": None, "status": 0}
     await fill(
         database,
         *(refused(i, at=an_hour_ago(40), code="rate_limit_exceeded", **after_admission) for i in range(2)),
+        *(row(f"req_c{i}", created_at=an_hour_ago(40), **CUT) for i in range(3)),
         refused(10, at=an_hour_ago(40), code="engine_error", **after_admission),
     )
     _, text = await reader.get("/admin/refusals?status=all")
     assert "acme : 2 answers were cut in mid-stream by a limit, at " in plain(text).replace("from", "at")
     assert "acme : 1 request failed after admission with the code engine_error, at " in plain(text)
+    assert "acme : 3 answers were cut in mid-stream by the limit tokens per day, most " in plain(text)
     assert re.search(r"acme cut in mid-stream rate_limit_exceeded 2 ", plain(text))
+    assert re.search(r"acme tokens per day cut in mid-stream rate_limit_exceeded 3 ", plain(text))
+    # The page shows them by default, beside the refusals of the same code, and links to them.
+    await fill(database, refused(50, at=an_hour_ago(40)))
+    _, text = await reader.get("/admin/refusals")
+    assert "1 request was refused by the limit tokens per minute" in plain(text)
+    assert "3 answers were cut in mid-stream by the limit tokens per day" in plain(text)
+    assert "engine_error" not in text
+    [link] = set(re.findall(r'href="([^"]*limit_name=tokens_per_day[^"]*)">See the requests', text))
+    _, log = await reader.get(html.unescape(link))
+    assert len(re.findall(r'<th scope="row"><a href="/admin/requests/', log)) == 3
     _, text = await reader.get("/admin/refusals?status=all&format=csv")
     rows = [(each["outcome"], each["code"]) for each in csv.DictReader(io.StringIO(text))]
-    assert rows == [("cut", "rate_limit_exceeded"), ("failed", "engine_error")]
+    cut = ("cut", "rate_limit_exceeded")
+    assert rows == [cut, cut, ("failed", "engine_error"), ("refused", "rate_limit_exceeded")]
 
 
 async def test_a_budget_that_was_only_reserved_has_advice_of_its_own(reader: Reader, database: Database):
@@ -238,7 +254,7 @@ async def test_a_wrong_period_is_named(reader: Reader):
 async def test_links_of_the_table_carry_the_period(reader: Reader, database: Database):
     await fill(database, refused(1, at=an_hour_ago(30)))
     _, text = await reader.get("/admin/refusals?period=24h")
-    [link] = re.findall(r'<td class="n"><a href="([^"]+)">1</a>', text)
+    [link] = re.findall(r'<td class="n" data-label="Refused"><a href="([^"]+)">1</a>', text)
     query = parse_qs(urlsplit(html.unescape(link)).query)
     assert query["limit_name"] == ["tokens_per_minute"]
     assert query["status"] == ["not_admitted"]
