@@ -106,11 +106,8 @@ async def test_the_page_shows_each_tenants_time_to_first_token(gateway: Gateway,
         assert (rows["whole"]["ttft_p50_ms"], rows["whole"]["ttft_p95_ms"]) == ("", "")
         page = (await operator.get("/admin/fairness")).body.decode()
     assert "TTFT p95" in page
-    assert (
     cell = r"<td class=\"n\"[^>]*>[\d.]+ m?s</td>\s*"
     assert len(re.findall(rf"{cell}{cell}</tr>", page)) == 1
-        == 1
-    )
 
 
 async def test_a_tenant_alone_gets_everything_and_has_no_index(gateway: Gateway):
