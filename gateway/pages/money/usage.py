@@ -121,7 +121,7 @@ class UsagePages:
         page = self._ranking.groups(
             part, group_by, table.sort, descending=table.descending, offset=table.offset, limit=ROWS
         )
-        step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
+        step = _step(span, group_by)
         ranking, steps, before = await together(page, self._ranking.steps(part, step), self._ranking.total(earlier))
         total = total_of(steps)
         leaders = ranking.first
@@ -185,7 +185,13 @@ def _choice(request: web.Request, name: str, choices: tuple[_Choice, ...]) -> _C
     raise BadRequest(f"{name}: expected one of {', '.join(choices)}.", param=name)
 
 
-def _step(span: PagePeriod) -> Step:
+def _step(span: PagePeriod, group_by: GroupBy) -> Step:
+    """Return the chart's step: the table's, if it is one of time and the period has more than one."""
+    first, last = span.since.astimezone(UTC), (span.until - timedelta.resolution).astimezone(UTC)
+    if group_by == "hour" or (group_by == "day" and first.date() != last.date()):
+        return group_by
+    if group_by == "month" and (first.year, first.month) != (last.year, last.month):
+        return group_by
     length = span.until - span.since
     return "hour" if length <= HOURS else "day" if length <= DAYS else "month"
 

@@ -115,6 +115,29 @@ async def test_the_chart_has_eight_groups_and_the_others(reader: Reader, databas
     assert steps == {86400}
 
 
+@pytest.mark.parametrize(
+    ("group_by", "period", "points"),
+    [
+        ("day", "since=2026-03-10&until=2026-03-11", 12),
+        ("day", "since=2026-03-10&until=2026-03-12", 2),
+        ("month", "since=2026-03-10&until=2026-03-12", 36),
+        ("month", MARCH, 13),
+        ("month", "since=2026-02-10&until=2026-03-12", 1),
+        ("hour", "since=2026-03-10T12:00&until=2026-03-10T13:00", 1),
+    ],
+)
+async def test_the_chart_of_one_day_or_month_has_finer_steps(
+    reader: Reader, database: Database, group_by: str, period: str, points: int
+):
+    """On the first of a month, the chart of this month by day had a single value and no curve.
+
+    A chart begins with the first use, which is at 12:00 on 10 March.
+    """
+    await fill(database, *rows())
+    _, text = await reader.get(f"/admin/usage?{period}&group_by={group_by}")
+    assert len(chart(text)["times"]) == points
+
+
 async def test_a_period_is_compared_with_the_one_before(reader: Reader, database: Database):
     await fill(
         database,
