@@ -36,7 +36,7 @@ def build_adapter_pages(frame: Frame, resources: Resources, records: Records, se
     """Return the objects of the list and of the playground."""
     listed = records.adapter_list
     return [
-        AdapterListPage(frame=frame, adapters=listed, registry=serving.registry),
+        AdapterListPage(frame=frame, adapters=listed, registry=serving.registry, bases=records.bases),
         PlaygroundPages(frame=frame, tenants=records.tenants, adapters=listed, bases=records.bases),
     ]
 

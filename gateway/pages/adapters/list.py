@@ -14,6 +14,8 @@ from gateway.pages.widgets.states import TONES
 from gateway.pages.widgets.tables import ROWS, Column, Table, csv_response, read_table
 from gateway.process.page_threads import in_page_thread
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
+from gateway.records.bases.base import FIRST
+from gateway.records.bases.registry import Bases
 from wire.digests import digest_name
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "idle_days", "sort", "page", "format")
@@ -36,10 +38,11 @@ MAX_CSV = 20_000
 
 
 class Row(NamedTuple):
-    """An adapter in the table, and the URLs of the engines that have it on their device."""
+    """An adapter in the table, the URLs of the engines that have it on their device, and the name of its base model."""
 
     adapter: ListedAdapter
     resident: Sequence[str]
+    base: str | None
 
 
 def _csv_column(key: str, name: str) -> Column:
@@ -64,10 +67,11 @@ CSV_COLUMNS = (
 class AdapterListPage:
     """Page of all adapters."""
 
-    def __init__(self, *, frame: Frame, adapters: AdapterList, registry: Registry) -> None:
+    def __init__(self, *, frame: Frame, adapters: AdapterList, registry: Registry, bases: Bases) -> None:
         self._frame = frame
         self._adapters = adapters
         self._registry = registry
+        self._base_models = bases
 
     async def show(self, request: web.Request) -> web.Response:
         """Return a page of the list, or all of it as CSV. An error of a filter is shown at its field."""
@@ -113,7 +117,9 @@ class AdapterListPage:
         return await in_page_thread(csv_response, "adapters", CSV_COLUMNS, rows)
 
     def _row(self, adapter: ListedAdapter) -> Row:
-        return Row(adapter, resident_on(self._registry, adapter.digest))
+        # An upload without content is bound to no base model.
+        base = None if not adapter.digest else self._base_models.name_of(adapter.base_id or FIRST)
+        return Row(adapter, resident_on(self._registry, adapter.digest), base)
 
     async def _bases(self, chosen: str | None) -> list[tuple[str, str]]:
         """Return the options of the base model: those of the engines, and those that versions are bound to."""

@@ -127,18 +127,37 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
 @json_option
 @tenant_options(or_all=True)
 def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway: Gateway) -> None:
-    """List the adapters of a tenant, or as an operator of all tenants with their use."""
+    """List the adapters of a tenant, or as an operator of all tenants with their use.
+
+    Adapters whose uploads were all rejected are in the lists of an operator; `adapter versions NAME` says why.
+    """
     is_of_all = tenant is None and not gateway.as_tenant
     if idle is not None and not is_of_all:
         raise click.UsageError("--idle: only for the list of all tenants, without --tenant and with the admin key")
     which = {} if idle is None else {"idle_days": idle_days(idle)}
-    rows = gateway.run(lambda client: every_adapter(client, **which) if is_of_all else client.adapters(tenant))
+    if is_of_all:
+        rows = gateway.run(lambda client: every_adapter(client, **which))
+    else:
+        rows = gateway.run(lambda client: _adapters_of(client, tenant))
     if as_json:
         print_json(rows)
     elif is_of_all:
         print_every(rows)
     else:
         print_table(rows, ("name", "version", "base", "state", "rank", "size_bytes", "created_at", "digest"))
+
+
+async def _adapters_of(client: "GatewayClient", tenant: str | None) -> list[dict[str, Any]]:
+    """Return the adapters of a tenant. tenant: None for the key's own, without those that only have rejected versions.
+
+    The tenant's route has adapters that requests can use; the operator's has the others.
+    """
+    rows = await client.adapters(tenant)
+    if tenant is None:
+        return rows
+    rejected = await every_adapter(client, tenant=tenant, state="rejected")
+    unusable = [row for row in rejected if row["state"] == "rejected"]
+    return sorted([*rows, *unusable], key=lambda row: str(row["name"]))
 
 
 @adapter.command(

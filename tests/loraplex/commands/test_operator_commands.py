@@ -14,6 +14,7 @@ from testing.adapter_files import tensors, write
 from testing.gateway.commands import Run, runner
 from testing.gateway.running import Gateway, change_database, until
 from testing.gateway.upstream import Upstream
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 @pytest.fixture
@@ -81,6 +82,23 @@ async def test_sessions_are_listed_and_ended(run: Run, gateway: Gateway):
         assert (await operator.get("/admin/")).status == 200
         assert (await run("session", "end", row["id"])).stdout == f"ended session {row['id']}\n"
         assert (await operator.get("/admin/")).status == 303
+
+
+async def test_an_operator_sees_an_adapter_whose_uploads_were_all_rejected(run: Run, gateway: Gateway):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    wrong = {**files(2), "adapter_config.json": b"{}"}
+    for tenant, name, upload, status in (
+        (acme, "pirate", files(1), 201),
+        (acme, "pirate", wrong, 400),
+        (acme, "broken", wrong, 400),
+        (globex, "other", wrong, 400),
+    ):
+        assert (await push(tenant, name, upload)).status == status
+    rows = cells((await run("adapter", "list", "--tenant", "acme")).stdout)
+    assert [(row["NAME"], row["VERSION"], row["STATE"]) for row in rows] == [
+        ("broken", "1", "rejected"),
+        ("pirate", "1", "ready"),
+    ]
 
 
 async def test_adapters_of_all_tenants_their_use_and_a_prefetch(

@@ -62,6 +62,20 @@ async def test_the_list_has_all_tenants_adapters(gateway: Gateway, upstream: Ups
         assert f"sha256:{row['digest']}" == digest
 
 
+async def test_the_list_names_base_models_and_says_that_a_rejected_upload_has_no_content(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "pirate", files(1))).status == 201
+    assert (await push(acme, "broken", {**files(2), "adapter_config.json": b"{}"})).status == 400
+    async with gateway.browser() as browser:
+        text = (await browser.get(LIST)).body.decode()
+    broken, pirate = re.findall(r"<tr><th scope=\"row\"><a href=\"/admin/tenants/.*?</tr>", text, re.DOTALL)
+    cell = '<td class="n none" data-label="{}">no content</td>'
+    assert cell.format("Rank") in broken
+    assert cell.format("Size") in broken
+    assert 'data-label="Trained for">base<' in pirate
+    assert 'data-label="Trained for"><span class="none">–<' in broken
+
+
 async def test_a_tenant_without_adapters_leads_to_the_upload(gateway: Gateway):
     await gateway.tenant("acme")
     async with gateway.browser() as browser:
