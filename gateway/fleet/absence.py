@@ -20,12 +20,12 @@ ONLY_ADAPTERS = (
 def no_engine_error(engines: Sequence[EngineRecord], available: Sequence[EngineRecord], model: "Model") -> NoEngine:
     """Return the error of a request for the model that none of the available engines of its base can serve.
 
-    engines: all of the base. An engine's load ends at an unknown time, so `Retry-After` stays short.
+    engines: all of the base. `Retry-After` is the time until the first loading one should serve, from its last load.
     """
-    if not available and any(
-        each.condition.is_loading and each.drained is None and each.takes(model) for each in engines
-    ):
-        return NoEngine(LOADING)
+    loading = [each for each in engines if each.condition.is_loading and each.drained is None and each.takes(model)]
+    if not available and loading:
+        seconds = min(each.condition.seconds_to_load() for each in loading)
+        return NoEngine(LOADING, retry_after=max(1, math.ceil(seconds)))
     if not available or any(engine.takes(model) for engine in available):
         return NoEngine()
     if not any(engine.serves(model.binding) for engine in available):

@@ -65,6 +65,7 @@ class HealthChecks:
         except TimeoutError:
             engine.note_missed_check(f"{route} had no answer within {HEALTH_TIMEOUT.total:g} s")
         except HTTP_ERRORS as error:
+            engine.condition.note_loading(is_loading=False)
             if await self._supervisors.mark_if_asleep(engine):
                 self._find_base(engine)
             else:
@@ -76,7 +77,7 @@ class HealthChecks:
                 return True
             reason = f"{route} answered {answered}" + (f" ({status})" if status else "")
             engine.mark_down(reason, Health.DRAINING if status == DRAINING else Health.DOWN)
-            engine.condition.is_loading = status == LOADING
+            engine.condition.note_loading(is_loading=status == LOADING)
         return False
 
     async def _ask_health(self, engine: EngineRecord, kind: EngineKind) -> tuple[int, str]:

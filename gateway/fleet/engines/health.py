@@ -37,7 +37,8 @@ class Condition:
 
     reason: its cause and the remedy, if there is one; "" while the engine is up. since: time (monotonic) of the last
     change of health. misses: unanswered health checks in a row. is_loading: whether the engine said at its last check
-    that it loads its model.
+    that it loads its model. load_seconds: time of the last load that this process saw from its first to its last
+    check; None before.
     """
 
     health: Health = Health.UNKNOWN
@@ -45,6 +46,8 @@ class Condition:
     since: float = field(default_factory=time.monotonic)
     misses: int = 0
     is_loading: bool = False
+    load_seconds: float | None = None
+    _loads_since: float | None = None
 
     @property
     def may_come_back(self) -> bool:
@@ -64,10 +67,26 @@ class Condition:
             self.since = time.monotonic()
         self.health, self.reason = health, reason
         self.is_loading = False
+        if health is Health.UP and self._loads_since is not None:
+            self.load_seconds, self._loads_since = time.monotonic() - self._loads_since, None
         if health in (Health.UP, Health.MISCONFIGURED):
             # The engine has answered.
             self.misses = 0
         return changed
+
+    def note_loading(self, *, is_loading: bool) -> None:
+        """Record whether the engine loads its model."""
+        self.is_loading = is_loading
+        if not is_loading:
+            self._loads_since = None
+        elif self._loads_since is None:
+            self._loads_since = time.monotonic()
+
+    def seconds_to_load(self) -> float:
+        """Return the rest of the present load, if it takes as long as the last one; 0 if that is unknown or over."""
+        if self.load_seconds is None or self._loads_since is None:
+            return 0.0
+        return max(0.0, self.load_seconds - (time.monotonic() - self._loads_since))
 
     def miss(self, reason: str) -> bool:
         """Count an unanswered health check. Return whether the engine counts as silent."""

@@ -1,5 +1,8 @@
 """Refusals of requests while no engine is available."""
 
+import asyncio
+import time
+
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
 
@@ -21,3 +24,34 @@ async def test_a_refusal_says_if_an_engine_loads_its_model(gateway: Gateway, ups
     upstream.healthy = True
     await gateway.engines_up(1)
     assert (await acme.complete()).status == 200
+
+
+async def test_a_refusal_while_an_engine_loads_tells_the_rest_of_a_load_as_long_as_the_last(
+    gateway: Gateway, upstream: Upstream
+):
+    acme = await gateway.tenant("acme")
+
+    async def wait_of_loading() -> int:
+        got = await acme.complete()
+        is_known = got.status == 503 and "loads its model" in got.error["message"]
+        return int(got.headers["Retry-After"]) if is_known else 0
+
+    async def is_loading() -> bool:
+        return await wait_of_loading() > 0
+
+    upstream.health_status, upstream.healthy = "loading", False
+    begun = time.monotonic()
+    await until(is_loading)
+    assert await wait_of_loading() == 1, "no load is known yet"
+    await asyncio.sleep(4)
+    upstream.healthy = True
+    await gateway.engines_up(1)
+    took = time.monotonic() - begun
+    upstream.healthy = False
+    await until(is_loading)
+    assert 1 < await wait_of_loading() <= took + 1
+
+    async def is_overdue() -> bool:
+        return await wait_of_loading() == 1
+
+    await until(is_overdue)
