@@ -177,8 +177,8 @@ def _parts(demand: Demand, needed: int) -> str:
     each = f" for each of {demand.choices} answers" if demand.choices > 1 else ""
     answer = needed - demand.prompt_tokens
     # A stream reserves more while it grows, and an answer may be shortened to what is left.
-    reserved = f"{answer} reserved" if answer == demand.completion else f"at least {answer}"
-    return f" ({demand.prompt_tokens} of the prompt, {reserved} for the answer{why}{each})"
+    amount = str(answer) if answer == demand.completion else f"at least {answer}"
+    return f" ({demand.prompt_tokens} of the prompt, {amount} for the answer{why}{each})"
 
 
 def _budget_message(limit: Limit, state: LimitState, demand: Demand, *, is_reserved: bool) -> str:

@@ -340,7 +340,7 @@ def test_a_refused_request_without_max_tokens_is_told_of_the_default():
     said = "69 tokens (5 of the prompt and 64 of the answer: 64 is the default, because max_tokens is not set)"
     assert said in found.value.message
     message = refusal([Limit("tenant:t", "tenant", "t", 100)], [LimitState(40, 9000, 9000, 0)], demand, {}).message
-    said = "(5 of the prompt, 64 reserved for the answer: 64 is the default, because max_tokens is not set)"
+    said = "(5 of the prompt, 64 for the answer: 64 is the default, because max_tokens is not set)"
     assert f"needed 69 {said}, remaining 40." in message
 
 
@@ -351,11 +351,11 @@ def test_a_refusal_by_a_token_limit_says_for_what_its_tokens_are_needed():
         return refusal([limit], [LimitState(40, 9000, 9000, 0)], demand, {}).message
 
     whole = refused_for(500, max_tokens=460, step=460)
-    assert "needed 473 (13 of the prompt, 460 reserved for the answer: max_tokens is 460), remaining 40." in whole
+    assert "needed 473 (13 of the prompt, 460 for the answer: max_tokens is 460), remaining 40." in whole
     # A stream holds less at first than it may generate.
     stream = refused_for(1000, max_tokens=900, step=900, expected=200)
     assert "needed 463 (13 of the prompt, at least 450 for the answer: max_tokens is 900), remaining 40." in stream
     both = refused_for(500, max_tokens=100, choices=2, step=200)
-    said = "(13 of the prompt, 200 reserved for the answer: max_tokens is 100 for each of 2 answers)"
+    said = "(13 of the prompt, 200 for the answer: max_tokens is 100 for each of 2 answers)"
     assert f"needed 213 {said}, remaining 40." in both
     assert "needed 0, remaining" in refused_for(0, max_tokens=9, step=9)
