@@ -211,7 +211,7 @@ class RateLimited(GatewayError):
     """Exceeded limit.
 
     limit_class: "requests", "tokens", "concurrency" or "budget"; it becomes `kind`, the `type` of the error's body.
-    exceeded: the limit and its amounts; None if the limit ended a running answer or upload. ended_by: its name then.
+    exceeded: the limit and its amounts; None if it ended a running answer or upload. ended_by: its name, for an answer.
     """
 
     status, code = 429, "rate_limit_exceeded"

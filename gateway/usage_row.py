@@ -26,7 +26,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_tokens: number reserved in the token rates.
     end_user: the request's `user`, as `shown_user` returns it.
     error_code: error code of a failed request.
-    limit_name: name of the limit that ended the answer before its end; None in rows of the previous release.
+    limit_name: name of the limit that cut the answer; None if none did, and in rows of the previous release.
     base: name of the base model; None in rows of the previous release.
     """
 

@@ -10,7 +10,8 @@ class RateEnd:
     """Record of the end.
 
     by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. limit_name: the
-    name of the limit then. cut: the error for which the gateway stopped an engine that keeps no allowance.
+    name of the limit that ended the answer. cut: the error for which the gateway stopped an engine that keeps no
+    allowance.
     """
 
     by_engine: bool = False

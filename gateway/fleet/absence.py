@@ -20,7 +20,7 @@ ONLY_ADAPTERS = (
 def no_engine_error(engines: Sequence[EngineRecord], available: Sequence[EngineRecord], model: "Model") -> NoEngine:
     """Return the error of a request for the model that none of the available engines of its base can serve.
 
-    engines: all of the base. `Retry-After` is the time until the first loading one should serve, from its last load.
+    engines: all of the base. `Retry-After` is the time until an engine has loaded, if it takes as long as before.
     """
     loading = [each for each in engines if each.condition.is_loading and each.drained is None and each.takes(model)]
     if not available and loading:
