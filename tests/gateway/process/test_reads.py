@@ -1,8 +1,9 @@
 """Reads of bounded size."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,8 @@ from gateway.api.requests.body_reader import READ_BUFFER_BYTES
 from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, EndQueue, bound_reads, large_reads
 
 SIZE = 8 * 2**20
+# Bytes that a client tries to send behind a request.
+UNASKED = 32 * 2**20
 
 
 @asynccontextmanager
@@ -66,6 +69,42 @@ def test_an_unread_body_takes_little_memory_and_arrives_whole_once_it_is_read(
         arrived, answer = runner.run(asyncio.wait_for(serve_a_large_body(), 60))
     assert 0 < arrived <= 2 * READ_BUFFER_BYTES + READ_BYTES
     assert int(answer) == SIZE
+
+
+async def send_behind_an_upgrade() -> int:
+    """Ask for an upgrade that is declined late. Return how many bytes the client could send before the answer."""
+    release = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.Response:
+        await release.wait()
+        return web.Response(text="declined")
+
+    async with serving("/", handle) as port:
+        loop, sent = asyncio.get_running_loop(), 0
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setblocking(False)
+            head = (
+                b"POST / HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nContent-Length: 0\r\n\r\n"
+            )
+            await loop.sock_sendall(client, head)
+            with suppress(TimeoutError):
+                while sent < UNASKED:
+                    async with asyncio.timeout(1):
+                        await loop.sock_sendall(client, bytes(2**20))
+                    sent += 2**20
+            release.set()
+            assert (await asyncio.wait_for(loop.sock_recv(client, 100), 10)).startswith(b"HTTP/1.1 200")
+    return sent
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_what_follows_a_request_for_an_upgrade_is_not_kept(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], starts_servers: None
+):
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        sent = runner.run(asyncio.wait_for(send_behind_an_upgrade(), 60))
+    # The sockets' buffers take a few MiB.
+    assert sent < UNASKED // 2
 
 
 async def exchange(number: int, port: int) -> None:
