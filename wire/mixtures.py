@@ -35,6 +35,11 @@ def is_mixture(model: str) -> bool:
     return "*" in model
 
 
+def names_in(mixture: str) -> list[str]:
+    """Return the names in a mixture's text without a check of its weights."""
+    return [term.partition("*")[0] for term in mixture.split("+")]
+
+
 def parse_terms(model: str) -> list[Term]:
     """Return the terms in the order of the request. Raises BadRequest, which names the term."""
     texts = model.split("+", MAX_TERMS + 1)

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, Table, case, func, literal, null, select, union_all
 
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.bases.registry import Bases
@@ -14,6 +14,13 @@ from gateway.records.sql.database import Database
 from gateway.records.sql.sums import int_sum
 from gateway.records.sql.tables import adapter_versions, adapters, api_keys, usage, usage_daily, usage_hourly
 from gateway.records.usage.rows import TIMES, segments
+from wire.mixtures import names_in
+
+# Rows of a sum that are read at once, about 5 ms of the event loop.
+ROWS_AT_ONCE = 2000
+
+# (table, what to group by, amount, conditions)
+Summand = tuple[Table, ColumnElement[Any], ColumnElement[int], Sequence[ColumnElement[bool]]]
 
 
 class UsagePart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -44,15 +51,10 @@ class PastUsage:
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int:
         """Return the cost, in micro-units, of the requests in `[since, until)`."""
         parts = [
-            select(int_sum(table.c.cost).label("cost")).where(*self._within(table, start, end, tenant_id, part))
+            (table, literal(0), table.c.cost, self._within(table, start, end, tenant_id, part))
             for table, start, end in segments(since, until)
         ]
-        if not parts:
-            return 0
-        # A single statement reads both tables in one snapshot, so a row being written is seen in both or in neither.
-        every = union_all(*parts).subquery()
-        async with self._database.read() as connection:
-            return (await connection.execute(select(int_sum(every.c.cost)))).scalar_one()
+        return (await self._sums(parts, tenant_id, part)).get(0, 0)
 
     async def cost_by_day(
         self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL
@@ -61,20 +63,17 @@ class PastUsage:
 
         since: the start of a day.
         """
-        last = until.replace(hour=0, minute=0, second=0, microsecond=0)
+        last = literal(until.replace(hour=0, minute=0, second=0, microsecond=0), usage_daily.c.day.type)
         parts = [
-            select(
-                (table.c.day if table is usage_daily else literal(last, usage_daily.c.day.type)).label("day"),
-                table.c.cost.label("cost"),
-            ).where(*self._within(table, start, end, tenant_id, part))
+            (
+                table,
+                table.c.day if table is usage_daily else last,
+                table.c.cost,
+                self._within(table, start, end, tenant_id, part),
+            )
             for table, start, end in segments(since, until)
         ]
-        if not parts:
-            return {}
-        every = union_all(*parts).subquery()
-        query = select(every.c.day, int_sum(every.c.cost).label("cost")).group_by(every.c.day)
-        async with self._database.read() as connection:
-            return {row.day: row.cost for row in (await connection.execute(query)).all()}
+        return await self._sums(parts, tenant_id, part)
 
     async def by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL, *, tokens: bool = True
@@ -85,25 +84,54 @@ class PastUsage:
         """
         hour = until.replace(minute=0, second=0, microsecond=0)
         parts = [
-            select(
-                at.label("hour"),
-                (table.c.prompt_tokens + table.c.completion_tokens + table.c.surcharge if tokens else requests).label(
-                    "amount"
-                ),
-            ).where(*self._within(table, start, end, tenant_id, part))
+            (
+                table,
+                at,
+                table.c.prompt_tokens + table.c.completion_tokens + table.c.surcharge if tokens else requests,
+                self._within(table, start, end, tenant_id, part),
+            )
             for table, at, requests, start, end in (
                 (usage_hourly, usage_hourly.c["hour"], usage_hourly.c.requests, since, hour),
-                (usage, usage.c.created_at, literal(1), hour, until),
+                (usage, literal(hour, usage_hourly.c["hour"].type), literal(1), hour, until),
             )
         ]
-        every = union_all(*parts).subquery()
+        return sorted((await self._sums(parts, tenant_id, part)).items())
+
+    async def _sums(self, parts: Sequence[Summand], tenant_id: str, part: UsagePart) -> dict[Any, int]:
+        """Return the sums of the amounts by group.
+
+        The names of each mixture are compared here: in SQL, each text of a tenant would be compared with each of its
+        names, and a tenant may have used 100,000 texts and have thousands of names.
+        """
+        if not parts:
+            return {}
+        # A single statement reads both tables in one snapshot, so a row being written is seen in both or in neither.
+        every = union_all(
+            *(
+                select(
+                    group.label("group"),
+                    case((table.c.model.contains("*"), table.c.model)).label("mixture")
+                    if part.models is not None
+                    else null().label("mixture"),
+                    amount.label("amount"),
+                ).where(*where)
+                for table, group, amount, where in parts
+            )
+        ).subquery()
+        columns = every.c["group"], every.c.mixture
+        query = select(*columns, int_sum(every.c.amount).label("amount")).group_by(*columns)
+        sums: dict[Any, int] = {}
         async with self._database.read() as connection:
-            rows = (await connection.execute(select(every.c.hour, every.c.amount))).all()
-        sums: dict[datetime, int] = {}
-        for at, amount in rows:
-            start = min(at, hour)
-            sums[start] = sums.get(start, 0) + amount
-        return sorted(sums.items())
+            names = set(part.models or ())
+            if part.models is not None:
+                names.update((await connection.execute(_same_content(tenant_id, part.models))).scalars())
+            async with connection.stream(query) as rows:
+                # Rows are read in pieces, so that the event loop has turns between them.
+                async for piece in rows.partitions(ROWS_AT_ONCE):
+                    for group, mixture, amount in piece:
+                        if mixture is None or not names.isdisjoint(names_in(mixture)):
+                            sums[group] = sums.get(group, 0) + amount
+        return sums
 
     async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]:
         """Return those of a tenant's families of keys with a key that has not ended before a given time."""
@@ -131,12 +159,8 @@ class PastUsage:
         if part.models is not None:
             same = _same_content(tenant_id, part.models)
             own = table.c.model.in_(part.models) | table.c.model.in_(same)
-            # A mixture counts against the limits of the names in its terms, and of other names of their content.
-            text = literal("+").concat(table.c.model)
-            mixed = [text.contains(f"+{name}*", autoescape=True) for name in part.models]
-            term = same.subquery().c.name
-            like = literal("%+").concat(func.replace(term, "_", "/_")).concat("*%")
-            found.append(or_(own, *mixed, table.c.model.contains("*") & exists().where(text.like(like, escape="/"))))
+            # A mixture counts against the limits of the names in its terms; `_sums` selects among the mixtures.
+            found.append(own | table.c.model.contains("*"))
         if part.besides is not None:
             names = (*self._bases.names, *part.besides)
             found.append(table.c.model.not_in(names) & table.c.model.not_in(_same_content(tenant_id, part.besides)))

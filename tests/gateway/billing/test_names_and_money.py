@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -204,6 +205,31 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     assert await cost(models=("json",)) == 10101000
     await UsageWriter(database).write([row("m3", tenant_id=acme.id, model="json*1+x_y*1", cost=10**8)])
     assert await cost(models=("pirate",)) == 100100110
+
+
+async def test_the_sum_of_a_limit_costs_the_same_with_many_names(database: Database, catalog: Catalog, acme: Tenant):
+    """Each text of a mixture was compared with each name of the content: 40 s with 100,000 texts and 400 names."""
+    await push(catalog, acme, "pirate", "a")
+    await push(catalog, acme, "json", "b")
+    texts = [f"json*0.{number:04d}+gone*1" for number in range(2000)]
+    await UsageWriter(database).write(
+        [row(f"r{number}", tenant_id=acme.id, model=text, cost=1) for number, text in enumerate(texts)]
+    )
+    past, since = PastUsage(database, only()), NOON - timedelta(days=2)
+
+    async def best_of_three() -> float:
+        took = []
+        for _ in range(3):
+            begun = perf_counter()
+            assert await past.cost(acme.id, since, NOON + timedelta(days=2), UsagePart(models=("pirate",))) == 0
+            took.append(perf_counter() - begun)
+        return min(took)
+
+    few = await best_of_three()
+    for number in range(150):
+        await push(catalog, acme, f"n{number}", "a")
+    assert await best_of_three() < 10 * few
+    assert await past.cost(acme.id, since, NOON + timedelta(days=2), UsagePart(models=("json",))) == len(texts)
 
 
 async def test_an_alias_shares_the_limit_at_a_gateway(gateway: Gateway, records_of: Catalog, tmp_path: Path):
