@@ -114,6 +114,12 @@ async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_
         [stopped] = [each for each in upstream.finished.values() if each["finish_reason"]]
         assert (stopped["finish_reason"], stopped["completion_tokens"] < 4800) == ("abort", True)
         await reader.find(b"rate_limit_exceeded")
+
+        async def names_the_limit() -> bool:
+            log = (await gateway.admin.get("/admin/api/requests?status=failed")).json["data"]
+            return [each["ended_by"] for each in log] == ["tokens_per_minute"]
+
+        await until(names_the_limit)
         other.cancel()
 
 
