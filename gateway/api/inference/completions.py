@@ -209,7 +209,7 @@ class Completions:
                 raise
             except Exception as raised:
                 # The status line is already sent: an event reports the error.
-                error = account.rate_end.cut or raised
+                error = self._cause(account, raised)
                 if isinstance(error, EngineLost) and await answering.check_cut_off():
                     self._deliveries.cut(delivery, "its engine, or a proxy, cut the answer off")
                     raise ClientGone from raised
@@ -256,6 +256,15 @@ class Completions:
             return False
         return True
 
+    def _cause(self, account: Account, raised: Exception) -> Exception:
+        """Return the error that ended a stream. Count the end if a limit had no room while the client did not read."""
+        cut = account.rate_end.cut
+        if cut is None:
+            return raised
+        if not account.rate_end.is_handled:
+            self._limited(account, cut)
+        return cut
+
     def _limited(self, account: Account, refusal: RateLimited) -> None:
         """Count an answer that ends because its token rates have no more room."""
         account.rate_end.handle(refusal)
@@ -285,7 +294,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
     def cut(refusal: RateLimited) -> None:
         if not answering.engine.keeps_allowances:
-            account.rate_end.limit_name, account.rate_end.cut = refusal.ended_by, refusal
+            account.rate_end.cut = refusal
             answering.response.close()
 
     if account.hold is not None:

@@ -120,6 +120,7 @@ async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_
             return [each["ended_by"] for each in log] == ["tokens_per_minute"]
 
         await until(names_the_limit)
+        assert await metric(gateway, "loraplex_gateway_quota_refusals_total{") == 1
         other.cancel()
 
 
