@@ -74,6 +74,7 @@ class HealthChecks:
                     engine.note_death(REFUSED)
         else:
             if answered == 200:
+                engine.condition.note_loaded()
                 return True
             reason = f"{route} answered {answered}" + (f" ({status})" if status else "")
             engine.mark_down(reason, Health.DRAINING if status == DRAINING else Health.DOWN)

@@ -67,15 +67,21 @@ class Condition:
             self.since = time.monotonic()
         self.health, self.reason = health, reason
         self.is_loading = False
-        if health is Health.UP and self._loads_since is not None:
-            self.load_seconds, self._loads_since = time.monotonic() - self._loads_since, None
+        if health is Health.SILENT:
+            # Whether it still loads is unknown, and its silence is no part of a load.
+            self._loads_since = None
         if health in (Health.UP, Health.MISCONFIGURED):
             # The engine has answered.
             self.misses = 0
         return changed
 
+    def note_loaded(self) -> None:
+        """Record the time of the load that ends now, if there is one. The engine may still not be usable."""
+        if self._loads_since is not None:
+            self.load_seconds, self._loads_since = time.monotonic() - self._loads_since, None
+
     def note_loading(self, *, is_loading: bool) -> None:
-        """Record whether the engine loads its model."""
+        """Record whether the engine loads its model. False: it has ended, or has another fault."""
         self.is_loading = is_loading
         if not is_loading:
             self._loads_since = None
