@@ -21,7 +21,7 @@ EXPECTED = "expected an https:// URL without a user name, or mailto: with one ad
 NOT_PUBLIC = tuple(
     ipaddress.ip_network(text)
     for text in (
-        *("::/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
+        *("::/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"),
         *("100::/64", "2001:db8::/32", "3fff::/20", "5f00::/16", "fec0::/10"),
     )
 )

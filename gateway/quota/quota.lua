@@ -39,8 +39,8 @@
 --        not dropped yet: the call is to be repeated.
 --   peek, then of each limit: field, limit
 --     Writes nothing.
---     -> of each limit: remaining, reset (ms), `since` of its backfill if its usage is unknown here, else 0. Such a limit
---        is measured as if it had no usage before `since`.
+--     -> of each limit: remaining, reset (ms), `since` of its backfill if its usage is unknown here, else 0, `since` of a
+--        backfill that is to be repeated, else 0. A limit with unknown usage is measured as if it had none before `since`.
 --   backfill, field, limit, since, counted, known, then of a rolling budget the cost of each of its days, the oldest first
 --     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
 --     the state; later ones for the same `since` add the difference in `known`, in any order and however often. A rolling
@@ -566,6 +566,13 @@ local function drop_others(is_dry)
   return true
 end
 
+-- Return the moment at which a backfill that is repeated now is to be repeated next.
+local function next_check(since)
+  local age = now - since
+  local pause = age < OFTEN and min(age, MAX_CHECK) or age
+  return now + max(pause, FIRST_CHECK)
+end
+
 -- Return the `since` of a limit without state, which admits nothing until its backfill. Store the current moment if it
 -- has no `since` yet.
 local function pending_since(field, kind)
@@ -766,9 +773,7 @@ local function take(i, amount)
     local since, known, check = struct.unpack('ddd', state, 17)
     if check <= now then
       due = since
-      local age = now - since
-      local pause = age < OFTEN and min(age, MAX_CHECK) or age
-      state = with_backfill(state, since, known, now + max(pause, FIRST_CHECK))
+      state = with_backfill(state, since, known, next_check(since))
     end
   end
   if state ~= before then
@@ -820,7 +825,13 @@ local function peek()
   sweep(true)
   read_limits(2, true)
   local _, unknown = not_backfilled()
-  local since = {}
+  local since, again = {}, {}
+  for i = 1, count do
+    if BACKFILLED[kinds[i]] and states[i] then
+      local of, _, check = struct.unpack('ddd', states[i], 17)
+      again[i] = check <= now and of
+    end
+  end
   for i = 2, #unknown, 2 do
     local at = unknown[i] + 1
     since[at], states[at] = unknown[i + 1], unused(kinds[at], 0)
@@ -828,7 +839,8 @@ local function peek()
   measure()
   local reply = {}
   for i = 1, count do
-    reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = room[i], reset_of(i), since[i] or 0
+    local at = 4 * i
+    reply[at - 3], reply[at - 2], reply[at - 1], reply[at] = room[i], reset_of(i), since[i] or 0, again[i] or 0
   end
   cached, changed = {}, {}
   return reply
@@ -891,7 +903,15 @@ local function backfill(field, limit, since, counted, known)
   if state then
     local first, second = struct.unpack('dd', state)
     local of, before, check = struct.unpack('ddd', state, 17)
-    if of ~= since or known <= before then
+    if of ~= since then
+      return 0
+    end
+    if check <= now then
+      -- A `peek` found it due, and would find it due each time.
+      check = next_check(since)
+      write(field, with_backfill(state, since, before, check))
+    end
+    if known <= before then
       return 0
     end
     if window then

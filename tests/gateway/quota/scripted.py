@@ -77,7 +77,7 @@ class Script:
     def peek(self, limits: list[Limit]) -> list[tuple[int, int, int]]:
         """Return remaining, reset (ms) and `since` of each limit."""
         reply = self.call("peek", *(item for limit in limits for item in (limit.field, limit.value)))
-        return [(reply[i], reply[i + 1], reply[i + 2]) for i in range(0, len(reply), 3)]
+        return [(reply[i], reply[i + 1], reply[i + 2]) for i in range(0, len(reply), 4)]
 
     def grow(self, request_id: str, used: int, wanted: int, expected: int = 0) -> tuple[int, int, str] | None:
         reply = self.call("grow", request_id, used, wanted, expected)

@@ -20,6 +20,7 @@ from gateway.records.past_usage import ALL, UsagePart
 from gateway.redis.client import Client
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take
+from testing.gateway.running import until
 from tests.gateway.quota.scripted import DAY, SECOND, Script, demand
 from tests.gateway.quota.test_quota_arithmetic import changes, grows, limit_sets, prices, settles, takes, values
 
@@ -133,6 +134,34 @@ class Ledger:
         self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL, *, tokens: bool = True
     ) -> Sequence[tuple[datetime, int]]:
         return [(until.replace(minute=0, second=0, microsecond=0), 600 if tokens else 3)]
+
+
+class LateLedger(Ledger):
+    """A ledger that a further cost of 20 reaches after its first sum. sums: the number of sums."""
+
+    sums = 0
+
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int:
+        self.sums += 1
+        return 30 if self.sums == 1 else 50
+
+
+async def test_usage_that_reached_the_ledger_late_is_seen_without_a_further_request(redis: Client):
+    """It is of a request that ran while Redis lost its data."""
+    ledger = LateLedger()
+    quota = Quota(redis, timeout=30.0, lease_seconds=30, past=ledger)
+    who = principal(tenant={"budget_per_month": 100})
+    await settle(quota, await take(quota, who, 100, price=Price(output=10**5)), 100, 10)
+
+    async def is_seen() -> bool:
+        return [each.used for each in await quota.peek(who)] == [60]
+
+    await until(is_seen)
+    # A repetition is due when the age of the first sum has doubled, not with each look.
+    for _ in range(100):
+        assert await is_seen()
+    assert ledger.sums < 12
+    await quota.close()
 
 
 @pytest.mark.usefixtures("stopped_clock")
