@@ -1,5 +1,7 @@
 """Attacks by request bodies and heads: deep, compressed, in tiny pieces, endless."""
 
+import asyncio
+import contextlib
 import gzip
 import json
 from functools import cache
@@ -198,3 +200,29 @@ async def send_templates(attacker: Attacker) -> None:
             await attacker.call("POST", "/v1/chat/completions", data=body, headers=headers)
 
     await attacker.side_by_side(8, one)
+
+
+@attack("upgrades", "requests for a WebSocket upgrade, with endless bytes behind them while they run")
+async def ask_for_upgrades(attacker: Attacker) -> None:
+    fields = (JSON, "Connection: Upgrade", "Upgrade: websocket")
+    body = json.dumps({"model": attacker.target.base_model, "prompt": "a", "max_tokens": 16}).encode()
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            async with connection(attacker) as (reader, writer):
+                # Few requests that an engine serves, because those are ordinary use of it.
+                if index:
+                    writer.write(attacker.head("GET", "/v1/models", 0, *fields))
+                else:
+                    writer.write(attacker.head("POST", "/v1/completions", len(body), *fields) + body)
+                status = asyncio.ensure_future(status_of(attacker, reader, 2.0))
+                while attacker.going and not status.done():
+                    writer.write(bytes(2**16))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.2):
+                            await writer.drain()
+                    await asyncio.sleep(0)
+                status.cancel()
+            await attacker.pause(0.1)
+
+    await attacker.side_by_side(16, one)

@@ -8,6 +8,7 @@ from benchmarks.hostile import (
     connections,
     doubles_attacks,
     engine_work,
+    mixtures_and_pages,
     readers,
     sequences,
     weights,
@@ -24,6 +25,7 @@ MODULES = (
     answers,
     engine_work,
     sequences,
+    mixtures_and_pages,
     doubles_attacks,
 )
 FAMILIES = [module.__name__ for module in MODULES]
