@@ -149,14 +149,14 @@ class FairThreads:
                 raise TooManyPending(f"{self._max_pending} requests wait already, which is the limit", is_tenants=False)
             self._num_pending += 1
             self._enqueue(tenant_id, job, weight)
-            job.future.add_done_callback(lambda _: self._left(job))
+            job.future.add_done_callback(self._left)
             self._start_jobs()
         return job.future
 
     def share(self, tenant_id: str, future: "Future[Any]", *, weight: float | None = None) -> None:
         """Queue a waiting job for another tenant that needs it too; it runs at whichever turn comes first."""
         with self._lock:
-            job = next((job for queue in self._queues.values() for job in queue if job.future is future), None)
+            job = self._waiting(future)
             if job is not None and tenant_id not in job.tenants:
                 self._enqueue(tenant_id, job, weight)
                 self._start_jobs()
@@ -196,6 +196,9 @@ class FairThreads:
                 self._job_ended.wait()
 
     # The methods below require the lock.
+
+    def _waiting(self, future: "Future[Any]") -> _Job | None:
+        return next((job for queue in self._queues.values() for job in queue if job.future is future), None)
 
     def _enqueue(self, tenant_id: str, job: _Job, weight: float | None) -> None:
         job.tenants.add(tenant_id)
@@ -337,11 +340,12 @@ class FairThreads:
                 self._waits_until = min(times, default=math.inf)
                 self._wait_changed.wait(self._waits_until - now if times else None)
 
-    def _left(self, job: _Job) -> None:
+    def _left(self, future: "Future[Any]") -> None:
         """Remove a cancelled job from the queues."""
-        if job.future.cancelled():
+        if future.cancelled():
             with self._lock:
-                self._dequeue(job)
+                if (job := self._waiting(future)) is not None:
+                    self._dequeue(job)
 
     def _run(self, job: _Job) -> None:
         if job.has_low_priority:

@@ -226,3 +226,28 @@ async def ask_for_upgrades(attacker: Attacker) -> None:
             await attacker.pause(0.1)
 
     await attacker.side_by_side(16, one)
+
+
+@cache
+def refused_bodies() -> list[bytes]:
+    """Send bodies of 2 MiB that are refused once they are read."""
+    size = 2 * 2**20
+    return [
+        b'{"model":"no-such-model","prompt":"' + b"a" * size + b'"}',
+        b'{"model":' + b" " * size,
+        b'{"model":"x","max_tokens":"' + b"a" * size + b'"}',
+    ]
+
+
+@attack(
+    "refused-bodies", "bodies of 2 MiB that are refused after they are read, on 4 connections", prepare=refused_bodies
+)
+async def send_refused(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going:
+            turn += 1
+            body = refused_bodies()[turn % 3]
+            await attacker.call("POST", "/v1/completions", data=body, headers={"Content-Type": "application/json"})
+
+    await attacker.side_by_side(4, one)
