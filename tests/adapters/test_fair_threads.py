@@ -1,11 +1,9 @@
 """Threads shared by tenants: turns by recent use, a thread kept free, bounds, and cancellation."""
 
-import gc
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -388,31 +386,6 @@ def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, clock, monk
     monkeypatch.setattr(fair_threads, "LONG_SECONDS", 3600.0)
     now = threads.submit("light", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(TIMEOUT)
     assert now == before
-
-
-def test_no_job_and_no_result_stays_in_memory(threads):
-    """A cycle of the job and its future kept bodies of megabytes until a garbage collection."""
-
-    class Body:
-        pass
-
-    body, made = Body(), []
-    given = weakref.ref(body)
-
-    def work(body: Body = body) -> Body:
-        result = Body()
-        made.append(weakref.ref(result))
-        return result
-
-    gc.collect()
-    gc.disable()
-    try:
-        threads.submit("a", work).result(TIMEOUT)
-        del body, work
-        # The thread may still be about to forget its job.
-        until(lambda: given() is None and made[0]() is None)
-    finally:
-        gc.enable()
 
 
 def test_closing_cancels_what_waits():
