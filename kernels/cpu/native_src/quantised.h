@@ -354,6 +354,32 @@ inline float dequantised(const uint8_t* panel, int64_t k, int64_t column, const 
     return w.offset_kind ? product + mins[column / 16][column % 16] : product;
 }
 
+#ifdef LORAPLEX_AVX2
+// Writes a group as fp32, [group][32]. rows: rows of bytes. Vectors of 8, because the compiler keeps those of 16 in memory:
+// a row of 4-bit weights took 3.4 times as long as one of dense ones.
+template <int BITS>
+inline void dequantise_group(const uint8_t* values, int64_t rows, const Groups& w, const Float16* scales,
+                             const Float16* mins, float* out) {
+    const __m256i zero = _mm256_set1_epi32(int32_t(w.zero())), low = _mm256_set1_epi32(BITS == 8 ? 255 : 15);
+    const float *scale = reinterpret_cast<const float*>(scales), *min = reinterpret_cast<const float*>(mins);
+    for (int64_t k = 0; k < rows; k += 4)
+        for (int64_t n = 0; n < kQuantisedColumns; n += 8) {
+            const __m256i words = load_vector<__m256i>(values + k * kQuantisedColumns + n * 4);
+            const __m256 by = _mm256_loadu_ps(scale + n);
+            const auto write = [&](int64_t row, __m256i stored) __attribute__((always_inline)) {
+                const __m256i value = _mm256_sub_epi32(_mm256_and_si256(stored, low), zero);
+                const __m256 product = _mm256_mul_ps(by, _mm256_cvtepi32_ps(value));
+                const __m256 sum = w.offset_kind ? _mm256_add_ps(product, _mm256_loadu_ps(min + n)) : product;
+                _mm256_storeu_ps(out + row * kQuantisedColumns + n, sum);
+            };
+            for (int byte = 0; byte < 4; byte++) {
+                write(k + byte, _mm256_srli_epi32(words, 8 * byte));
+                if constexpr (BITS == 4) write(rows + k + byte, _mm256_srli_epi32(words, 8 * byte + 4));
+            }
+        }
+}
+#endif
+
 // Writes a panel as fp32, [in_features, padded to whole groups][32].
 inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Groups& w, float* out) {
     const int64_t rows = w.bits == 8 ? w.group : w.group / 2;
@@ -361,6 +387,10 @@ inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Gr
         Float16 scales[2], mins[2] = {};
         load_scales(panel + w.value_bytes(), w.scale_kind, scales);
         if (w.offset_kind) load_minimums(panel, w, scales, mins);
+#ifdef LORAPLEX_AVX2
+        w.bits == 8 ? dequantise_group<8>(panel, rows, w, scales, mins, out)
+                    : dequantise_group<4>(panel, rows, w, scales, mins, out);
+#else
         const auto write = [&](int64_t k, int v, Word16 stored) __attribute__((always_inline)) {
             const Int16 values = cast<Int16>(stored) - int32_t(w.zero());
             const Float16 product = scales[v] * __builtin_convertvector(values, Float16);
@@ -375,6 +405,7 @@ inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Gr
                     if (w.bits == 4) write(rows + k + byte, v, stored >> 4);
                 }
             }
+#endif
     }
 }
 
