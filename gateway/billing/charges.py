@@ -147,14 +147,14 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     | NO_ENGINE  | no engine was available                            | 0       | none            | no row    | none   |
     | MISMATCHED | an engine served another adapter                   | 0       | none            | no tokens | none   |
 
-    A client never pays money for work whose result it could not receive because an engine failed. That work counts
-    against its token rates, so that making engines fail does not yield free work. If an engine dies with the request
-    before an answer and another engine serves it, only the other engine's count applies. If none serves it (REFUSED,
-    OVERLOADED, UNABLE, NO_ENGINE) and the dead engine has counts of it, request and rates count as for BROKEN. So each
-    request that an engine has recorded has a usage row, possibly without tokens. A REFUSED request costs the token
-    rates at least its prompt. The last engine is first asked for its count of a NOT_BEGUN request. A request whose
-    adapter's files no engine can read is OVERLOADED. Requests that the gateway itself refuses are refused before
-    admission and cost nothing.
+    A client pays no money if no answer began because engines failed. That work counts against its token rates, so that
+    making engines fail does not yield free work. A BROKEN answer costs all that its engine generated, which can be a
+    few tokens more than the client received. If an engine dies with the request before an answer and another engine
+    serves it, only the other engine's count applies. If none serves it (REFUSED, OVERLOADED, UNABLE, NO_ENGINE) and the
+    dead engine has counts of it, request and rates count as for BROKEN. So each request that an engine has recorded has
+    a usage row, possibly without tokens. A REFUSED request costs the token rates at least its prompt. The last engine
+    is first asked for its count of a NOT_BEGUN request. A request whose adapter's files no engine can read is
+    OVERLOADED. Requests that the gateway itself refuses are refused before admission and cost nothing.
     """
     was_lost = ending in UNANSWERED and final is not None
     if ending is Ending.FINISHED or ending in CUT:
