@@ -102,6 +102,7 @@ async def test_an_export_ends_at_its_deadline(
         assert await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == 0
 
 
+@pytest.mark.usefixtures("small_send_buffers")
 async def test_a_reader_that_keeps_up_with_the_minimum_rate_gets_the_whole_file(
     serve: Any, ask: Ask, database: Database
 ):
