@@ -55,7 +55,7 @@ class _Parser:
             return self._parser.feed_data(data)
         except HttpProcessingError as error:
             self._has_failed = True
-            message = error.message.partition("\n")[0][:_MESSAGE_CHARS]
+            message = error.message.partition("\n")[0][:_MESSAGE_CHARS].rstrip(": ") + "."
             # aiohttp logs a wrong method at a lower level, because it is common.
             short = BadHttpMethod() if isinstance(error, BadHttpMethod) else BadHttpMessage(message)
             short.message = message

@@ -42,7 +42,9 @@ async def test_what_is_no_http_leaves_nothing_in_memory(head: bytes, starts_serv
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     try:
-        assert b" 400 Bad Request" in await send_zeros(port, 100)
+        refused = await send_zeros(port, 100)
+        assert b" 400 Bad Request" in refused
+        assert refused.endswith(b"\r\n\r\nInvalid method encountered.")
         gc.collect()
         gc.disable()
         tracemalloc.start()
